@@ -5,7 +5,7 @@ from typing import Any
 from limpet.convert.arrange import numbered_name
 from limpet.data.loader import DataLoader
 from limpet.errors import LimpetError
-from limpet.integrations.frameworks import check_arguments, check_release
+from limpet.integrations.frameworks import check_accelerator, check_arguments, check_release
 from limpet.state.replication import as_ddp
 from limpet.training.checkpointer import Checkpointer
 
@@ -29,11 +29,8 @@ def checkpointer(accelerator: Any, run: Any, state: Any = None, **options: Any) 
     """
     check_arguments(options, {})
     check_release("accelerate", "1.10", "1.15")
-    kind, config = accelerator.distributed_type.value, accelerator.parallelism_config
-    kind = "FSDP1" if kind == "FSDP" and not accelerator.is_fsdp2 else kind
-    kind = "tp_size, cp_size, sp_size" if getattr(config, "non_data_parallel_size", 1) > 1 else kind
-    if not kind.startswith(("NO", "MULTI_")) and kind != "FSDP":
-        raise LimpetError(f"checkpointer() supports DDP and FSDP2 of Accelerate, not {kind}")
+    check_accelerator("checkpointer", accelerator)
+    kind = accelerator.distributed_type.value
 
     def collect() -> dict[str, Any]:
         a, more, ddp = accelerator, dict(state or {}), accelerator.ddp_handler

@@ -58,5 +58,14 @@ def check_release(package: str, oldest: str, newest: str) -> None:
         )
 
 
+def check_accelerator(function: str, accelerator: Any) -> None:
+    """Raise ``LimpetError`` if an ``Accelerator`` does not use DDP, FSDP2, or one process."""
+    kind, config = accelerator.distributed_type.value, accelerator.parallelism_config
+    kind = "FSDP1" if kind == "FSDP" and not accelerator.is_fsdp2 else kind
+    kind = "tp_size, cp_size, sp_size" if getattr(config, "non_data_parallel_size", 1) > 1 else kind
+    if not kind.startswith(("NO", "MULTI_")) and kind != "FSDP":
+        raise LimpetError(f"{function}() supports DDP and FSDP2 of Accelerate, not {kind}")
+
+
 def _first_two(release: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", release)[:2]]
