@@ -363,6 +363,25 @@ def test_a_converted_loader_has_the_arguments():
             limpet.elastic(other)
 
 
+def test_elastic_refuses_a_loader_whose_class_makes_the_batches():
+    """Its method would not be called, and the batches would be others, silently."""
+
+    class Doubled(data.DataLoader):
+        def __iter__(self):
+            yield from (2 * batch for batch in super().__iter__())
+
+    class Renamed(Doubled):
+        pass
+
+    class Collating(data.DataLoader):
+        def __init__(self, dataset):
+            super().__init__(dataset, batch_size=2, collate_fn=sum)
+
+    with pytest.raises(LimpetError, match=r"would not call Doubled.__iter__: do that in the data"):
+        limpet.elastic(Renamed(range(4)))
+    assert list(limpet.elastic(Collating(range(4)))) == [1, 5]
+
+
 # -- states ----------------------------------------------------------------------------------------
 
 

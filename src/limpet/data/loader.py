@@ -738,7 +738,17 @@ def elastic(
     """
     base = getattr(loader, "base_dataloader", loader)
     if not isinstance(base, data.DataLoader):
-        raise LimpetError(f"elastic() takes a DataLoader, not {type(loader).__name__}")
+        raise LimpetError(
+            f"elastic() takes a DataLoader, not {type(loader).__name__}: make one, with"
+            " batch_size=None if these are batches"
+        )
+    for kind in type(base).__mro__:
+        overridden = {"__iter__", "_get_iterator"} & vars(kind).keys()
+        if overridden and not kind.__module__.startswith(("torch.", "torchdata.", "limpet.")):
+            raise LimpetError(
+                f"elastic() would not call {kind.__name__}.{min(overridden)}: do that in the"
+                " dataset, the sampler, or collate_fn"
+            )
     if type(loader).__name__ == "DataLoaderDispatcher":
         raise LimpetError(
             "The batches of this loader come from rank 0: pass"
