@@ -99,14 +99,14 @@ class Model(pl.LightningModule):
             steps = self.trainer.estimated_stepping_batches
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
 def fit(run, model, *data, save=None, callbacks=(), options=None, **trainer):
     """Train. ``options``: of ``Versions``."""
     warnings.simplefilter("ignore")
     versions = Versions(run, save=save or limpet.EverySteps(1), quiet=True, **options or {})
-    trainer = {"max_epochs": 3, **QUIET, **trainer}
+    trainer = {"max_epochs": 2, **QUIET, **trainer}
     pl.Trainer(callbacks=[*callbacks, versions], **trainer).fit(model, *data)
 
 
@@ -219,7 +219,7 @@ class OwnOrder(torch.utils.data.Sampler):
 
 
 def stopping(monitor="val_loss", **options):
-    return {"callbacks": [EarlyStopping(monitor, patience=1, min_delta=0.1, **options)]}
+    return {"callbacks": [EarlyStopping(monitor, patience=1, min_delta=1, **options)]}
 
 
 def several_loaders(mode):
@@ -259,7 +259,7 @@ def inputs(name):
         "validation in mid-epoch": (Model(), (train, validation), {"val_check_interval": 2}),
         "validation between the batches of a step": (
             Model(), (train, validation),
-            {"val_check_interval": 1, "accumulate_grad_batches": 2, "max_epochs": 2},
+            {"val_check_interval": 1, "accumulate_grad_batches": 2},
         ),
         "validation by batches": (
             Model(), (train, validation),
@@ -267,10 +267,10 @@ def inputs(name):
         ),
         "validation by epochs": (
             Model(monitor="val_loss"), (train, validation),
-            {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 5},
+            {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
         ),
-        "plateau": (Model(monitor="val_loss"), (train, validation), {}),
-        "plateau of a mean": (Model(monitor="loss_epoch"), (train,), {}),
+        "plateau": (Model(monitor="val_loss"), (train, validation), {"max_epochs": 3}),
+        "plateau of a mean": (Model(monitor="loss_epoch"), (train,), {"max_epochs": 3}),
         "early stopping": (
             Model(), (train, validation), {"max_epochs": 9, "val_check_interval": 2} | stopping(),
         ),
@@ -286,11 +286,13 @@ def inputs(name):
         "dict": (Model(), (several_loaders(""),), {}),
         "shortest": (Model(), (several_loaders("min_size"),), {}),
         "limited": (Model(), (train,), {"limit_train_batches": 3}),
-        "maximum steps": (Model(), (train, validation), {"max_steps": 12, "max_epochs": -1}),
+        "maximum steps": (Model(), (train, validation), {"max_steps": 8, "max_epochs": -1}),
         "overfitted": (Model(), (train,), {"overfit_batches": 2}),
         "skipping": (Skipping(), (train,), {}),
         "one cycle": (Model(one_cycle=True), (train,), {}),
-        "reloaded": (Model(), (Reloaded(),), {"reload_dataloaders_every_n_epochs": 2}),
+        "reloaded": (
+            Model(), (Reloaded(),), {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}
+        ),
         "scaler": (Model(), (train,), scaler()),
         "callback": (Model(), (train,), {"callbacks": [Count()]}),
         "average": (Model(), (train, validation), {"callbacks": average()}),
@@ -307,7 +309,9 @@ def train(run, *, setup, **changes):
 
 def train_ranks(run, *, ranks=2):
     """Train on several ranks, whose BatchNorm differs."""
-    fit(run, Model(), *loaders(), **ddp(ranks), val_check_interval=2, **stopping())
+    callbacks = [EarlyStopping("val_loss", patience=9)]  # whose best value is of each rank
+    options = {"val_check_interval": 2, "max_epochs": 3, "callbacks": callbacks}
+    fit(run, Model(), *loaders(), **ddp(ranks), **options)
 
 
 def ddp(ranks):
