@@ -48,7 +48,7 @@ KILLS = {
     "dict": [Kill(2), Kill(4), Kill(5), Kill(7)],
     "shortest": [Kill(2), Kill(3), Kill(4)],
     "limited": [Kill(2), Kill(3), Kill(4)],
-    "maximum steps": [Kill(3), Kill(8)],
+    "maximum steps": [Kill(3), Kill(5), Kill(8)],
     "overfitted": [Kill(1), Kill(2)],
     "skipping": [Kill(1), Kill(2), Kill(4)],
     "one cycle": [Kill(3), Kill(5)],
@@ -105,10 +105,11 @@ def test_a_resume_neither_repeats_nor_skips_a_validation(process, memory):
     run = f"{memory}/run"
     outputs = [
         process.run(trainings.train_weighed, run, kill=kill)
-        for kill in (Kill(4), Kill(6), Kill(mark="before validation after step 9"), None)
+        for kill in (Kill(4), Kill(5), Kill(mark="before validation after step 9"), None)
     ]
     numbers = [[int(n) for n in re.findall(r"validated at step (\d+)", o)] for o in outputs]
     assert numbers == [[2, 4], [], [7], [9]]
+    assert ["tried" in output for output in outputs] == [True, False, False, False]
     measured = {step for step in range(1, 11) if "val_loss" in limpet.Run(run).metrics(step)}
     assert measured == {2, 4, 7, 9}
 
@@ -121,6 +122,30 @@ def test_a_metric_is_that_of_its_own_step(process, memory):
     assert [s for s in metrics if "loss_epoch" in metrics[s]] == [5, 10, 15, 20]
     assert [s % 5 for s in metrics if "seldom" in metrics[s]] == [1, 4] * 4
     assert limpet.Run(run).best("val_loss", mode="min").step in (10, 20)
+
+
+def test_logs_of_a_batch_belong_to_its_step_although_a_validation_precedes_that(process, memory):
+    """Two batches make a step, and a validation follows each batch. Batches 0 and 3 log a value."""
+    run = f"{memory}/run"
+    process.run(trainings.train, run, setup="validation between the batches of a step")
+    metrics = [limpet.Run(run).metrics(step) for step in range(1, 7)]
+    assert ["seldom" in found for found in metrics] == [True, True, False] * 2
+    assert all("val_loss" in found for found in metrics)
+
+
+def test_an_epoch_that_is_left_early_is_followed_by_the_next(process, memory):
+    process.run(trainings.train, f"{memory}/run", setup="limited")
+    loader = limpet.load(f"{memory}/run@latest", keys="loader")["loader"]
+    assert (loader["epoch"], loader["at"]) == (1, 12)
+
+
+def test_other_callbacks_begin_with_what_is_loaded_and_end_after_the_last_save(process, memory):
+    run, arguments = f"{memory}/run", {"setup": "callback", "save": limpet.AtSteps([3])}
+    process.run(trainings.train, run, kill=Kill(4), **arguments)
+    assert "begins with 3 of 3" in process.run(trainings.train, run, **arguments)
+    newest = limpet.load(f"{run}@latest")
+    assert newest["progress"]["step"] == 10
+    assert newest["model"]["layers.0.bias"].any()
 
 
 def test_loaders_are_reloaded_in_the_same_epochs_after_a_resume(process, memory):
