@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-frameworks test-python test-stores tools servers lint ci bench clean
+.PHONY: chaos compare demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-frameworks test-python test-stores tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -118,6 +118,11 @@ test-stores: $(VENV)/.ready servers
 	@rm -f .pytest_cache/v/cache/lastfailed
 	$(RUN) -m pytest -q -n 4 --dist worksteal -m stores tests/stores --durations=10 $(STORES) || \
 		$(RUN) -m tests.again $$? -m stores $(STORES)
+
+# The table of docs/comparison.md: trainings that are killed and resumed, with Limpet and with the checkpoints of their
+# frameworks. A minute on 2 cores.
+compare: .zoo/.ready
+	$(RUN) -m tests.frameworks.compare
 
 # build/reference.md, from the docstrings of the public names.
 reference: $(VENV)/.ready
