@@ -135,7 +135,10 @@ class Versions(Callback):  # type: ignore[misc]
             loop.setup_data()  # before the resume, which gives the loaders their positions
         if trainer.fast_dev_run or loop._combined_loader is None:  # nothing is trained
             return
-        self._check_files(trainer)
+        for folder in (getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks):
+            if folder and os.path.realpath(folder) == os.path.realpath(str(self._run)):
+                text = f"ModelCheckpoint saves in {folder}, too: pass enable_checkpointing=False"
+                warnings.warn(text, stacklevel=2)
         self._loaders = [*loop._combined_loader.flattened]
         if len(self._loaders) > 1 and loop._combined_loader._mode == "max_size":
             raise LimpetError(
@@ -165,14 +168,6 @@ class Versions(Callback):  # type: ignore[misc]
             batches.val_loop._restarting = True  # no sanity check, which resets its counts
             if self._progress.epoch < epochs.processed:  # it was killed before this
                 self._count_epoch()
-
-    def _check_files(self, trainer: Any) -> None:
-        if trainer.ckpt_path is not None:
-            raise LimpetError("Versions resumes by itself: remove ckpt_path= from fit()")
-        for folder in (getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks):
-            if folder and os.path.realpath(folder) == os.path.realpath(str(self._run)):
-                text = f"ModelCheckpoint saves in {folder}, too: pass enable_checkpointing=False"
-                warnings.warn(text, stacklevel=2)
 
     def _state(self, trainer: Any) -> dict[str, Any]:
         callbacks = trainer.callbacks
@@ -301,6 +296,10 @@ class Versions(Callback):  # type: ignore[misc]
         return new
 
     # -- hooks -------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._is_open and trainer.ckpt_path is not None:  # some strategies load it so late
+            raise LimpetError("Versions resumes by itself: remove ckpt_path= from fit()")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._is_open:
