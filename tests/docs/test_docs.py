@@ -34,6 +34,7 @@ LIBRARIES = {
     "lightning.md": ["lightning"],
     "accelerate.md": ["accelerate"],
     "fabric.md": ["lightning"],
+    "transformers.md": ["transformers"],
 }
 """The libraries that a document needs, which may not be installed (the extra ``zoo``)."""
 

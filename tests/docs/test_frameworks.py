@@ -33,11 +33,11 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["lightning", "accelerate", "fabric"])
+@pytest.mark.parametrize("library", ["lightning", "accelerate", "fabric", "transformers"])
 def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
     """In the middle of an epoch, at the end of one (step 32), and after SIGTERM."""
-    module = {"fabric": "lightning"}.get(library, library)
-    if find_spec(module) is None:
+    module = {"fabric": "lightning", "transformers": "transformers.trainer"}.get(library, library)
+    if find_spec(module.partition(".")[0]) is None:
         pytest.skip(f"{module} is not installed")
     script = f"train_{library}.py"
     (tmp_path / script).write_text(SCRIPTS[script])
@@ -59,7 +59,7 @@ def test_a_training_that_is_killed_resumes_exactly(library, tmp_path):
         s.metadata["reason"] == "preemption" for s in limpet.Run(tmp_path / "parts").snapshots()
     )
     whole, parts = (limpet.open(tmp_path / run / "version_64") for run in ("whole", "parts"))
-    keys = list(whole.keys())
+    keys = {*whole.keys()} - {"trainer/seconds"}  # of the trainer of Transformers
     assert len(keys) > 40
     assert {key: content(whole, key) for key in keys} == {key: content(parts, key) for key in keys}
 
