@@ -105,11 +105,12 @@ def test_modes_are_left_where_they_do_not_fit(tmp_path):
     started = make()  # by a new run
     train(tmp_path / "b", started, steps=0, start=str(tmp_path / "a@latest"))
     assert modes(started) == modes(make())
-    validated = make()
-    train(tmp_path / "c", validated.eval(), steps=2)
-    resumed = make()
-    assert train(tmp_path / "c", resumed, steps=0) == []
-    assert modes(resumed) == modes(make())
+    for folder, wrap in {"c": lambda m: m, "d": nn.DataParallel}.items():
+        validated = make()
+        train(tmp_path / folder, validated.eval(), steps=2, wrap=wrap)
+        resumed = make()
+        assert train(tmp_path / folder, resumed, steps=0, wrap=wrap) == []
+        assert modes(resumed) == modes(make())
 
 
 def test_gradients_of_distributed_data_parallel_are_compared(tmp_path, monkeypatch):

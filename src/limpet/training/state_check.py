@@ -233,7 +233,11 @@ def read_modes(state: dict[str, Any]) -> dict[str, Any]:
 def _modes_of(module: Any) -> tuple[dict[str, str], dict[str, list[Any]]]:
     """Return as digits which parameters require gradients, and which parts of a training module are
     in training mode; and what has each mode. Containers of one module are left out."""
+    torch: Any = torch_or_none()
     found = submodules_of(module)
+    wrappers = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel
+    while isinstance(module, wrappers):  # a validation with the module inside leaves their modes
+        module = module.module
     parts = [m for m in found if m._parameters or m._buffers or len(m._modules) != 1]
     parameters = [p for m in parts for p in m._parameters.values() if p is not None]
     modes = {
