@@ -113,6 +113,15 @@ def train_stream(run, **options):
     train(run, objects={"train_dataset": Stream()}, **options)
 
 
+def train_shuffled_stream(run, **options):
+    """A stream of Hugging Face, whose state lacks the content of its shuffle buffer."""
+    from datasets import Dataset
+
+    samples = [{"input_ids": [i % 32] * WORDS, "labels": i % 2} for i in range(40)]
+    stream = Dataset.from_list(samples).to_iterable_dataset(num_shards=2)
+    train(run, objects={"train_dataset": stream.shuffle(seed=3, buffer_size=8)}, **options)
+
+
 def train_lengths(run, **options):
     """Sentences of different lengths."""
     texts = [{"input_ids": [i] * (1 + i * i % 5), "labels": i % 2} for i in range(30)]
@@ -197,7 +206,7 @@ def train_sft(run, lora=False, **options):
     objects = {
         "model": LlamaForCausalLM(config),
         "train_dataset": Dataset.from_dict({"text": texts}),
-        "eval_dataset": None,
+        "eval_dataset": Dataset.from_dict({"text": texts[:4]}),
         "processing_class": PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
         "peft_config": LoraConfig(r=2, target_modules=["q_proj"]) if lora else None,
     }

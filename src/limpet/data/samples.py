@@ -266,7 +266,8 @@ class Stream(data.IterableDataset[Any]):
         seed_generators(self.key, ORDER, epoch, worker, self._rank)  # __iter__ may shuffle
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
-        if self._has_state:
+        # a copy begins as it was made, while Hugging Face's does not load its own state in workers
+        if self._has_state and (saved is not None or dataset is self.dataset):
             dataset.load_state_dict(deepcopy(self._initial if saved is None else saved))
         iterator = iter(dataset)
         for done in range(number if saved is None else 0):  # read again what was read before
@@ -310,7 +311,6 @@ class Stream(data.IterableDataset[Any]):
             for copied in (first, second):
                 if hasattr(copied, "set_epoch"):
                     copied.set_epoch(epoch)
-            first.load_state_dict(deepcopy(self._initial))
             seed_generators(self.key, ORDER, epoch)
             iterator = iter(first)
             self._compared(iterator, 0)
@@ -329,7 +329,16 @@ class Stream(data.IterableDataset[Any]):
 def has_state(dataset: Any) -> bool:
     """Return whether a dataset has methods that save and load its position."""
     names = "state_dict", "load_state_dict"
-    return all(callable(getattr(dataset, name, None)) for name in names)
+    has_methods = all(callable(getattr(dataset, name, None)) for name in names)
+    return has_methods and not _is_shuffled(getattr(dataset, "_ex_iterable", None))
+
+
+def _is_shuffled(part: Any) -> bool:
+    """Return whether a part of a stream of Hugging Face has a shuffle buffer. States do not have
+    its content, which makes a difference only after as many samples."""
+    inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    is_buffer = type(part).__name__ == "BufferShuffledExamplesIterable"
+    return is_buffer or any(_is_shuffled(p) for p in inner if p is not None)
 
 
 def copy_of(dataset: Any) -> Any:
