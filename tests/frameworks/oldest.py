@@ -14,7 +14,7 @@ SOURCES = ROOT / "src" / "limpet" / "integrations"
 PACKAGES = {
     "lightning": [],
     "transformers": ["accelerate", "peft", "trl", "datasets"],
-    "accelerate": [],
+    "accelerate": ["torchdata", "transformers"],
 }
 """By framework: what its tests need in addition, in the releases of the time. torchtitan has only
 one supported release, which ``make test`` tests."""
