@@ -276,6 +276,19 @@ def test_a_finished_training_may_get_more_steps(process, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_arguments_of_callbacks(process, tmp_path):
+    """They are those of now, unless ``restore_callback_states_from_checkpoint`` is given."""
+    restored = {"restore_callback_states_from_checkpoint": True}
+    check(process, "train_counted", tmp_path, MIDDLE, **restored)
+    run = tmp_path / "run"
+    process.run(training("train_counted"), run, kill=Kill(5))
+    assert "counts 19 9\n" in process.run(training("train_counted"), run, counts=(7, -3))
+    text = process.run(training("train_counted"), run, counts=(0,), **restored)
+    assert "counts 19\n" in text
+    assert "warning: The trainer has no CountOfSteps_1: its state is not restored\n" in text
+
+
+@pytest.mark.slow
 def test_other_steps_are_refused(process, tmp_path):
     run = tmp_path / "run"
     process.run(training("train"), run, kill=Kill(5))

@@ -17,6 +17,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 
 import limpet
 from limpet.integrations import frameworks
@@ -213,6 +214,28 @@ def train_sft(run, lora=False, **options):
     defaults = {"max_length": 16, "bf16": False, "gradient_checkpointing": False}
     options = {**defaults, "per_device_train_batch_size": 2, **options}
     train(run, cls=SFTTrainer, kind=SFTConfig, objects=objects, **options)
+
+
+class CountOfSteps(TrainerCallback, ExportableState):
+    """Its state is an argument, as in ``TrainerControl`` of Transformers."""
+
+    def __init__(self, count=0):
+        self.count = count
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.count += 1
+
+    def state(self):
+        return {"args": {"count": self.count}, "attributes": {}}
+
+
+def train_counted(run, *, counts=(0, 100), **options):
+    callbacks = [CountOfSteps(count) for count in counts]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(run, objects={"callbacks": callbacks}, **options)
+    print("counts", *[callback.count for callback in callbacks])
+    print(*[f"warning: {w.message}" for w in caught], sep="\n")
 
 
 def train_stopped(run):

@@ -132,7 +132,7 @@ class _Training:
             "state": {name: getattr(self.trainer.state, name) for name in (*_COUNTS, *_BEST)},
             "log_history": "\n".join(self.log),
             "losses": {name: getattr(self.trainer, name, 0) for name in _LOSSES},
-            "callbacks": {name: c.state()["attributes"] for name, c in self.callbacks.items()},
+            "callbacks": {name: callback.state() for name, callback in self.callbacks.items()},
             "position": {name: getattr(self, name) for name in _POSITION},
             "seconds": self.seconds + time.time() - self.began,
         }
@@ -148,8 +148,14 @@ class _Training:
         self.log = state["log_history"].splitlines()
         trainer.state.log_history = [*map(json.loads, self.log)]
         self.restored |= state["losses"]
-        for name in self.callbacks.keys() & state["callbacks"].keys():
-            vars(self.callbacks[name]).update(state["callbacks"][name])
+        for name, found in state["callbacks"].items():
+            callback = self.callbacks.get(name)
+            if callback is None:
+                warn_user(f"The trainer has no {name}: its state is not restored", UserWarning)
+            elif trainer.args.restore_callback_states_from_checkpoint:  # also its arguments
+                vars(callback).update(vars(callback.from_state(found)))
+            else:
+                vars(callback).update(found["attributes"])
         vars(self).update(state["position"], seconds=state["seconds"])
 
     def begin_loop(self) -> None:
@@ -253,8 +259,6 @@ class _Attached(Trainer):  # type: ignore[misc]  # it is not typed
         own = self._limpet
         own.begin_loop()
         own.stack.close()  # saves the last step
-        if self.args.load_best_model_at_end:
-            best = own.ckpt.run.best(*own.objective)
-            if best is not None:
-                best.load(into={"model": self.model_wrapped}, keys="model")
+        if self.args.load_best_model_at_end and (best := own.ckpt.run.best(*own.objective)):
+            best.load(into={"model": self.model_wrapped}, keys="model")
         return super()._finalize_training(trial, num_train_samples, start_time - own.seconds)
