@@ -268,6 +268,7 @@ class DataLoader(data.DataLoader[Any]):
         if key != self._key:
             self._key, self._inner = key, None
             self._pass += 1
+            self._passes_before = self._pass  # else a cycle of loaders would end at a resume
             self._handed.clear()
 
     @property
