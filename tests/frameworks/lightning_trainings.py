@@ -9,7 +9,11 @@ from contextlib import suppress
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -153,6 +157,21 @@ class Manual(Model):
         return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1)]
 
 
+class Pretrained(Model):
+    """Its optimizer gets the parameters of the backbone later."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Linear(4, 4)
+
+    def loss(self, x):
+        return super().loss(self.backbone(x))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.layers.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
 class Skipping(Model):
     """Ends the epochs after three batches."""
 
@@ -294,6 +313,9 @@ def inputs(name):
         ),
         "scaler": (Model(), (train,), scaler()),
         "callback": (Model(), (train,), {"callbacks": [Count()]}),
+        "finetuning": (
+            Pretrained(), (train,), {"callbacks": [BackboneFinetuning(2)], "max_epochs": 4},
+        ),
         "average": (Model(), (train, validation), {"callbacks": average()}),
         "stream": (Model(), (DataLoader(Stream(), batch_size=4),), {}),
         "sampler": (Model(), (loaders(shuffle=False, sampler=OwnOrder())[0],), {}),

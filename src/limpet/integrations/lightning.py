@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch.utils.data import DistributedSampler
 
@@ -73,9 +74,7 @@ class Versions(Callback):  # type: ignore[misc]
         self._resume, self._options = resume, options
         self.checkpointer: Any = None
         self._is_resuming = self._is_open = False
-        self._held: dict[str, Any] | None = None
-        """The state of the loops, if the training has ended within an epoch."""
-
+        self._held: dict[str, Any] | None = None  # of the loops, at an end within an epoch
         self._replaced: list[tuple[Any, str]] = []
         self._loaders: list[Any] = []
         self._progress = Progress()
@@ -113,13 +112,12 @@ class Versions(Callback):  # type: ignore[misc]
         options: dict[str, Any] = {"total_batch_size": self._total}
         if not isinstance(loader, DataLoader):
             sampler = getattr(loader, "sampler", None)
-            place = self._trainer.distributed_sampler_kwargs
+            place = self._trainer.distributed_sampler_kwargs or {}
             if isinstance(sampler, DistributedSampler):
-                options |= {"rank": sampler.rank, "ranks": sampler.num_replicas}
-            elif place and self._trainer._accelerator_connector.use_distributed_sampler:
-                options |= {"rank": place["rank"], "ranks": place["num_replicas"]}
-            else:
-                options |= {"rank": 0, "ranks": 1}
+                place = vars(sampler)
+            elif not self._trainer._accelerator_connector.use_distributed_sampler:
+                place = {}
+            options |= {"rank": place.get("rank", 0), "ranks": place.get("num_replicas", 1)}
         loader = elastic(loader, **options)
         if not self._loaders:
             return loader
@@ -172,7 +170,9 @@ class Versions(Callback):  # type: ignore[misc]
     def _state(self, trainer: Any) -> dict[str, Any]:
         callbacks = trainer.callbacks
         own = {"scaler": trainer.precision_plugin, "datamodule": trainer.datamodule}
-        stateful = [c for c in callbacks if type(c).state_dict is not Callback.state_dict]
+        self._finetuning = [c for c in callbacks if isinstance(c, BaseFinetuning)]
+        others = [c for c in callbacks if c not in self._finetuning]
+        stateful = [c for c in others if type(c).state_dict is not Callback.state_dict]
         kinds = {
             "optimizer": trainer.optimizers,
             "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
@@ -182,7 +182,7 @@ class Versions(Callback):  # type: ignore[misc]
         }
         return {
             "model": trainer.strategy.model,
-            # before the loaders, which the check may replace
+            # before the loaders and optimizers, which the check may change
             "loops": StatePart(self._read_loops, self._write_loops, self._reload),
             **{numbered_name(k, i): m for k, found in kinds.items() for i, m in enumerate(found)},
             "progress": self._progress,
@@ -200,6 +200,7 @@ class Versions(Callback):  # type: ignore[misc]
             "fit": state,
             "should_stop": trainer.should_stop and not self.checkpointer.should_stop,
             "reloaded": reloaded if trainer.reload_dataloaders_every_n_epochs else [],
+            "finetuning": [callback.state_dict() for callback in self._finetuning],
         }
 
     def _write_loops(self, state: dict[str, Any]) -> None:
@@ -207,10 +208,15 @@ class Versions(Callback):  # type: ignore[misc]
         self._trainer.should_stop = state["should_stop"]
 
     def _reload(self, state: dict[str, Any]) -> None:
-        """In a resume, ask for the loaders of the saved epoch, before their states are checked."""
+        """In a resume, get the groups and loaders of the version, before the states are checked."""
+        if not self._is_resuming:
+            return
+        for callback, saved in zip(self._finetuning, state["finetuning"]):
+            callback.load_state_dict(saved)
+            callback.on_fit_start(self._trainer, self._trainer.lightning_module)
         loop, epochs = self._loop, self._loop.epoch_progress.current
         for part, epoch in zip((loop, loop.epoch_loop.val_loop), state["reloaded"]):
-            if self._is_resuming and epoch >= 0:
+            if epoch >= 0:
                 completed, epochs.completed = epochs.completed, epoch
                 part._combined_loader = None
                 part.setup_data()
@@ -331,8 +337,7 @@ class Versions(Callback):  # type: ignore[misc]
             delattr(*self._replaced.pop())
         if self._is_open:
             self._is_open = False
-            kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
-            self.checkpointer.__exit__(kind, error, trace)
+            self.checkpointer.__exit__(type(error), error, None)
 
 
 class _Results(_ResultCollection):  # type: ignore[misc]
