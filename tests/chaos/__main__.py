@@ -54,7 +54,8 @@ def run_chaos(console, folder, seed, *, changes_size, seconds=0.0, least_events=
         problems = verify_run(supervisor) + supervisor.evaluator.finish(supervisor.flipped)
         if every >= EFFECTIVE_EVERY and share < LEAST_EFFECTIVE:
             problems.append(f"the effective training time is {share:.3f}, not {LEAST_EFFECTIVE}")
-        undisturbed = train_undisturbed(folder, last_step, dropout)
+        size = 1 if changes_size else 4
+        undisturbed = train_undisturbed(folder, size, last_step, dropout)
         found = executed_samples(supervisor.starts)
         problems += compare_samples(found, executed_samples([undisturbed]))
         tolerance = TOLERANCE if changes_size else 0.0
@@ -68,10 +69,10 @@ def run_chaos(console, folder, seed, *, changes_size, seconds=0.0, least_events=
         return problems + different
 
 
-def train_undisturbed(folder, last_step, dropout):
+def train_undisturbed(folder, size, last_step, dropout):
     own = folder / "undisturbed"
     own.mkdir()
-    ranks = Ranks(Start(str(own), str(own / "run"), 4, last_step, dropout))
+    ranks = Ranks(Start(str(own), str(own / "run"), size, last_step, dropout))
     try:
         wait_until(lambda: not ranks.alive or ranks.has_failed, 60 + last_step, "undisturbed")
     finally:
