@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos compare demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-frameworks test-python test-stores tools servers lint ci bench clean
+.PHONY: chaos compare demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-frameworks test-python test-stores test-upstream tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -95,6 +95,10 @@ test-python:
 # The frameworks again, in their oldest supported releases, each in an environment of its own. ARGS=lightning
 test-frameworks: $(VENV)/.ready
 	$(RUN) -m tests.frameworks.oldest $(ARGS)
+
+# The frameworks' own tests, with Limpet in place of their checkpoints: ARGS="lightning=FOLDER", which has its sources.
+test-upstream: .zoo/.ready
+	$(RUN) -m tests.frameworks.upstream $(ARGS)
 
 # 100 seconds of kill -9, a second training in the same run, and every command at once; then a short `make chaos`.
 # -s: print what happened. Then trainings that are killed at each step, in all kinds of loops: about 4 minutes.
