@@ -14,12 +14,12 @@ SOURCES = ROOT / "src" / "limpet" / "integrations"
 PACKAGES = {
     "lightning": [],
     "transformers": ["accelerate", "peft", "trl", "datasets"],
-    "accelerate": ["torchdata", "transformers"],
+    "accelerate": ["transformers"],
 }
 """By framework: what its tests need in addition, in the releases of the time. torchtitan has only
 one supported release, which ``make test`` tests."""
 
-TOOLS = ("torch==2.13.0", "numpy", "pytest>=8", "hypothesis>=6.100")
+TOOLS = ("torch==2.13.0", "numpy", "torchdata", "pytest>=8", "hypothesis>=6.100")
 
 
 def find_oldest(framework):
