@@ -21,8 +21,7 @@ pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="not i
 def process():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        modules = "peft", "trl.trainer.sft_trainer", "torchdata.stateful_dataloader"
-        process = Process(MODULE, *modules)
+        process = Process(MODULE, "peft", "trl.trainer.sft_trainer")
     yield process
     process.close()
 
@@ -68,8 +67,8 @@ CASES = {
     ),
     "evaluation by steps": (
         "train",
-        [3, Kill(mark="evaluation 4")],
-        {**EVALUATED, "load_best_model_at_end": True, "patience": 2},
+        [Kill(mark="evaluation 4"), 11],  # 6 is the best one, and 12 the third that is worse
+        {**EVALUATED, "load_best_model_at_end": True, "patience": 3, "learning_rate": 0.2},
     ),
     "evaluation by epochs": (
         "train",
@@ -90,9 +89,10 @@ CASES = {
         {**EVALUATED, "lr_scheduler_type": "reduce_lr_on_plateau", "bf16": True,
          "lr_scheduler_kwargs": {"patience": 0}},
     ),
+    "scaler": ("train", MIDDLE, {"scaler": {"init_scale": 16.0, "growth_interval": 3}}),
     "balanced": ("train_lengths", MIDDLE, {"train_sampling_strategy": "batch_rebalance"}),
     "own order": ("train_in_own_order", [3, 5], {}),
-    "short epochs": ("train_short_epochs", [5, 7], {}),
+    "short epochs": ("train_short_epochs", [5, 7], {"save_steps": 5}),
     "stream": (
         "train_stream",
         [2, 7],
@@ -176,14 +176,11 @@ def test_one_rank_continues_the_training_of_two(process, tmp_path):
 
 @pytest.mark.slow
 def test_a_training_that_is_told_to_stop_exits_with_75(process, tmp_path):
-    """The version of that step is saved, although ``save_steps`` does not say so."""
-    kills = [Kill(3, signal=signal.SIGTERM), Kill(8, signal=signal.SIGTERM)]
-    _, killed = check(process, "train", tmp_path, kills, save_steps=100)
-    assert [(s.step, s.metadata["reason"]) for s in killed.snapshots()] == [
-        (4, "preemption"),
-        (9, "preemption"),
-        (16, "end"),
-    ]
+    """It saves a step that ``save_steps`` does not say."""
+    kills = [Kill(3, signal=signal.SIGTERM), Kill(16, signal=signal.SIGTERM)]
+    _, killed = check(process, "train", tmp_path, kills, save_steps=100, num_train_epochs=4)
+    reasons = [s.metadata["reason"] for s in killed.snapshots()]
+    assert reasons == ["preemption", "preemption", "end"]
 
 
 @pytest.mark.slow
@@ -258,9 +255,27 @@ def test_the_best_version_is_loaded_and_exported(process, tmp_path):
 @pytest.mark.slow
 def test_a_stop_policy_ends_the_training(process, tmp_path):
     whole, _ = check(process, "train_stopped", tmp_path, [3])
-    text = process.run(training("train_stopped"), whole.url)  # it stays stopped
-    assert f"trained to {whole.latest().step}:" in text
     assert whole.latest().step < 70
+
+
+@pytest.mark.slow
+def test_a_training_that_was_stopped_stays_stopped(process, tmp_path):
+    options = {**EVALUATED, "patience": 2, "metric_for_best_model": "loss", "num_train_epochs": 9}
+    for name, given in {"train_stopped": {}, "train": options}.items():
+        run = limpet.Run(str(tmp_path / name))
+        process.run(training(name), run.url, **given)
+        last = run.latest().step
+        assert last < 70
+        assert f"trained to {last}:" in process.run(training(name), run.url, **given)
+
+
+@pytest.mark.slow
+def test_the_state_before_an_exception_is_saved(process, tmp_path):
+    """In the last step of an epoch, which has fewer batches than the others."""
+    run = limpet.Run(str(tmp_path / "run"))
+    text = process.run(training("train_until_an_exception"), run.url)
+    assert "on purpose" in text
+    assert [(s.step, s.metadata["reason"]) for s in run.snapshots()] == [(2, "exception")]
 
 
 @pytest.mark.slow

@@ -92,8 +92,10 @@ def make_trainer(
     return trainer
 
 
-def train(run, *, limpet_options=None, **options):
+def train(run, *, limpet_options=None, scaler=None, **options):
     trainer = attach(make_trainer(run, **options), run, **(limpet_options or {}))
+    if scaler is not None:  # that of float16, which Accelerate does not make on a CPU
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", **scaler)
     output = trainer.train()
     print(f"trained to {output.global_step}: {output.training_loss}")
     assert not [*Path(f"{run}.trainer").glob("checkpoint*")]
@@ -243,6 +245,24 @@ def train_stopped(run):
     stop = limpet.StopWhen("eval_loss", patience=2)
     options = {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.2}
     train(run, limpet_options={"stop": stop}, num_train_epochs=9, **options)
+
+
+class Raise(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise ValueError("on purpose")
+
+
+def train_until_an_exception(run):
+    try:
+        train(
+            run,
+            objects={"callbacks": [Raise()]},
+            limpet_options={"save": limpet.OnException()},
+            gradient_accumulation_steps=3,
+        )
+    except ValueError as e:
+        print(e)
 
 
 def train_longer(run, steps):
