@@ -328,6 +328,10 @@ def train(run, *, setup, **changes):
     fit(run, model, *data, **options | changes)
 
 
+def train_batches(run, *, batch_size):
+    fit(run, Model(), loaders(batch_size=batch_size)[0])
+
+
 def train_ranks(run, *, ranks=2):
     """Train on several ranks, whose BatchNorm differs."""
     callbacks = [EarlyStopping("val_loss", patience=9)]  # whose best value is of each rank

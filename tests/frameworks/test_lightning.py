@@ -172,6 +172,17 @@ def test_a_changed_number_of_ranks_sees_the_same_batches(process, memory):
         assert value.allclose(changed["model"][name], rtol=1e-3, atol=1e-5), name
 
 
+def test_the_batch_size_may_change_between_epochs_only(process, memory):
+    """Lightning counts the batches of an epoch: it would skip samples, or end too early."""
+    run = f"{memory}/run"
+    process.run(trainings.train_batches, run, kill=Kill(3), batch_size=4)
+    with pytest.raises(AssertionError, match="begun with 4 samples of all ranks in a batch, not 2"):
+        process.run(trainings.train_batches, run, batch_size=2)
+    process.run(trainings.train_batches, run, kill=Kill(5), batch_size=4)
+    process.run(trainings.train_batches, run, batch_size=2)
+    assert limpet.load(f"{run}@latest", keys="progress")["progress"]["step"] == 5 + 10
+
+
 def test_fsdp2_is_exact(process, memory):
     kills = [Kill(2), Kill(5)]
     process.check_exact(trainings.train_sharded, memory, ranks=2, kills=kills)

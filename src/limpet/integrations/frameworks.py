@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from limpet.data.loader import DataLoader
 from limpet.errors import InexactResume, LimpetError
 from limpet.threads import no_op
 from limpet.training.checkpointer import Checkpointer
@@ -56,6 +57,18 @@ def check_release(package: str, oldest: str, newest: str) -> None:
             InexactResume,
             stacklevel=3,
         )
+
+
+def check_sizes(loaders: Iterable[DataLoader]) -> None:
+    """Raise ``LimpetError`` if a resume within an epoch has changed the samples of all ranks in a
+    batch, for loops that count the batches of an epoch: they would skip samples."""
+    for loader in loaders:
+        now, before = loader.samples_per_step, loader.samples_per_step_before
+        if before not in (None, now):
+            raise LimpetError(
+                f"The epoch has begun with {before} samples of all ranks in a batch, not {now}:"
+                " keep the batch size, or pass total_batch_size= for another number of ranks"
+            )
 
 
 def check_accelerator(function: str, accelerator: Any) -> None:

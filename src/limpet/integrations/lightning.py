@@ -24,9 +24,10 @@ from limpet.data.loader import DataLoader, elastic
 from limpet.data.progress import Progress
 from limpet.errors import LimpetError
 from limpet.generators import EPOCH, seed_generators
-from limpet.integrations.frameworks import StatePart, check_arguments, check_release
+from limpet.integrations.frameworks import StatePart, check_arguments, check_release, check_sizes
 from limpet.snapshot.location import Url
 from limpet.state.replication import Replicated
+from limpet.threads import no_op
 from limpet.training.checkpointer import Checkpointer
 
 _INSTEAD = {
@@ -73,7 +74,7 @@ class Versions(Callback):  # type: ignore[misc]
         self._run, self._total = run, total_batch_size
         self._resume, self._options = resume, options
         self.checkpointer: Any = None
-        self._is_resuming = self._is_open = False
+        self._is_open = False
         self._held: dict[str, Any] | None = None  # of the loops, at an end within an epoch
         self._replaced: list[tuple[Any, str]] = []
         self._loaders: list[Any] = []
@@ -152,9 +153,8 @@ class Versions(Callback):  # type: ignore[misc]
         if self._options.get("preemption", self) is not None:
             # after SIGTERM, Lightning calls a collective in its handler, and saves nothing
             self._replace(trainer._signal_connector, "register_signal_handlers", lambda _: None)
-        self._is_resuming = True
         is_resumed = self.checkpointer.resume(**self._resume) is not None
-        self._is_resuming = False
+        self.checkpointer.state["loops"].check_state_dict = no_op  # saves call it, too
         self._step = trainer.global_step
         self._known = dict(trainer._logger_connector._callback_metrics)
         iter(loop._data_fetcher)  # that of ``setup_data`` is from before the resume
@@ -166,6 +166,8 @@ class Versions(Callback):  # type: ignore[misc]
             batches.val_loop._restarting = True  # no sanity check, which resets its counts
             if self._progress.epoch < epochs.processed:  # it was killed before this
                 self._count_epoch()
+        elif is_resumed:
+            check_sizes(self._loaders)
 
     def _state(self, trainer: Any) -> dict[str, Any]:
         callbacks = trainer.callbacks
@@ -209,8 +211,6 @@ class Versions(Callback):  # type: ignore[misc]
 
     def _reload(self, state: dict[str, Any]) -> None:
         """In a resume, get the groups and loaders of the version, before the states are checked."""
-        if not self._is_resuming:
-            return
         for callback, saved in zip(self._finetuning, state["finetuning"]):
             callback.load_state_dict(saved)
             callback.on_fit_start(self._trainer, self._trainer.lightning_module)
