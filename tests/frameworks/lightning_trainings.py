@@ -472,6 +472,7 @@ def refuse(run, *, what):
     """Print the error of a training, which must come before its first step."""
     loader, own = loaders()[0], limpet.DataLoader(Augmented(), batch_size=4)
     swa = pl.callbacks.StochasticWeightAveraging(0.1)
+    logger = pl.loggers.CSVLogger(os.path.dirname(run), name=os.path.basename(run))
     calls = {
         "option": lambda: Versions(run, saves=1),
         "resume": lambda: Versions(run, resume={"until": 3}),
@@ -482,6 +483,7 @@ def refuse(run, *, what):
         "batches": lambda: fit(run, Model(), [torch.rand(4, 4)]),
         "max_size": lambda: fit(run, Model(), several_loaders("max_size")),
         "own total": lambda: fit(run, Model(), own, options={"total_batch_size": 8}),
+        "logger": lambda: fit(run, Model(), loader, logger=logger),
         "swa": lambda: fit(run, Model(), loader, callbacks=[swa]),
         "finder": lambda: fit(run, Model(), loader, callbacks=[pl.callbacks.LearningRateFinder()]),
     }

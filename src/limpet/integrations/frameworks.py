@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from limpet.data.loader import DataLoader
 from limpet.errors import InexactResume, LimpetError
+from limpet.snapshot.location import Url
 from limpet.threads import no_op
 from limpet.training.checkpointer import Checkpointer
 
@@ -57,6 +59,17 @@ def check_release(package: str, oldest: str, newest: str) -> None:
             InexactResume,
             stacklevel=3,
         )
+
+
+def check_folder(run: Url, folder: str | None, use: str, *, is_error: bool = False) -> None:
+    """Warn, or raise ``LimpetError``, if the run is a folder that has another use."""
+    if not (folder and isinstance(run, str | os.PathLike)):
+        return
+    if os.path.realpath(run) == os.path.realpath(folder):
+        text = f"{run} is the run and {use}: use different folders"
+        if is_error:
+            raise LimpetError(text)
+        warnings.warn(text, stacklevel=3)
 
 
 def check_sizes(loaders: Iterable[DataLoader]) -> None:

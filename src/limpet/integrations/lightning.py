@@ -7,8 +7,6 @@ after ``on_advance_end`` of Lightning's loops, which ends a batch and an epoch.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -24,7 +22,8 @@ from limpet.data.loader import DataLoader, elastic
 from limpet.data.progress import Progress
 from limpet.errors import LimpetError
 from limpet.generators import EPOCH, seed_generators
-from limpet.integrations.frameworks import StatePart, check_arguments, check_release, check_sizes
+from limpet.integrations import frameworks
+from limpet.integrations.frameworks import StatePart
 from limpet.snapshot.location import Url
 from limpet.state.replication import Replicated
 from limpet.threads import no_op
@@ -67,8 +66,8 @@ class Versions(Callback):  # type: ignore[misc]
         resume: Mapping[str, Any] = {},
         **options: Any,
     ) -> None:
-        check_arguments(options, resume)
-        check_release("lightning", "2.5", "2.6")
+        frameworks.check_arguments(options, resume)
+        frameworks.check_release("lightning", "2.5", "2.6")
         if total_batch_size is not None:
             check_count("total_batch_size=", total_batch_size)
         self._run, self._total = run, total_batch_size
@@ -135,9 +134,10 @@ class Versions(Callback):  # type: ignore[misc]
         if trainer.fast_dev_run or loop._combined_loader is None:  # nothing is trained
             return
         for folder in (getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks):
-            if folder and os.path.realpath(folder) == os.path.realpath(str(self._run)):
-                text = f"ModelCheckpoint saves in {folder}, too: pass enable_checkpointing=False"
-                warnings.warn(text, stacklevel=2)
+            frameworks.check_folder(self._run, folder, "the dirpath of ModelCheckpoint")
+        for folder in (getattr(logger, "root_dir", None) for logger in trainer.loggers):
+            # their folders, too, are called version_N
+            frameworks.check_folder(self._run, folder, "the folder of a logger", is_error=True)
         self._loaders = [*loop._combined_loader.flattened]
         if len(self._loaders) > 1 and loop._combined_loader._mode == "max_size":
             raise LimpetError(
@@ -167,7 +167,7 @@ class Versions(Callback):  # type: ignore[misc]
             if self._progress.epoch < epochs.processed:  # it was killed before this
                 self._count_epoch()
         elif is_resumed:
-            check_sizes(self._loaders)
+            frameworks.check_sizes(self._loaders)
 
     def _state(self, trainer: Any) -> dict[str, Any]:
         callbacks = trainer.callbacks
