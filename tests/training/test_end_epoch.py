@@ -183,15 +183,18 @@ def test_end_epoch_with_accumulated_gradients(leftover):
 @pytest.mark.parametrize("save", [EverySteps(1), EveryEpoch(), EverySteps(1) | EveryEpoch()])
 @pytest.mark.parametrize("kill", range(1, 8))
 def test_a_step_over_the_end_of_an_epoch_has_the_same_batches_after_a_resume(kill, save):
-    """Of five batches in an epoch and two in a step, one waits for the next epoch."""
+    """Of five batches in an epoch and two in a step, one waits for the next epoch. ``count``, which
+    changes with each batch as buffers of BatchNorm do, is not saved with a batch without a step."""
 
     def train(store, kill=None):
         seen, waiting, loader = dict[int, Any](), [], make_loader(5 * 4)
-        state = {"loader": loader, "progress": limpet.Progress()}
+        count = torch.zeros(1)
+        state = {"loader": loader, "progress": limpet.Progress(), "count": count}
         with limpet.Checkpointer(store, state, save=save) as ckpt:
             for _ in ckpt.epochs(3):
                 for batch in loader:
-                    waiting.append((batch, torch.rand(()).item()))
+                    count += 1
+                    waiting.append((batch, torch.rand(()).item(), count.item()))
                     if len(waiting) == 2:
                         ckpt.step(batches=2)
                         seen[ckpt.current_step] = waiting

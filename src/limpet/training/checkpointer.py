@@ -496,7 +496,7 @@ class Checkpointer:
             self._add_metrics(added_metrics)
             if was_saved and is_over and not self._is_never:
                 self._saver.warn_or_raise(self._record_epoch)
-            self._act()
+            self._act(is_within_step=not is_over)
 
     def _record_epoch(self) -> None:
         """Record about the version of the last step that its epoch has ended since."""
@@ -573,11 +573,13 @@ class Checkpointer:
         with self._goodput.paused():
             self._act()
 
-    def _act(self, error: BaseException | None = None) -> None:
+    def _act(self, error: BaseException | None = None, *, is_within_step: bool = False) -> None:
         """Do what the ranks have agreed on for the state after the last step, and save if a save is
-        due. ``error``: an argument of the step was invalid, so do nothing, and raise it."""
+        due. ``error``: an argument of the step was invalid, so do nothing, and raise it.
+        ``is_within_step``: the state belongs to no step, so the next step does it."""
         step, preemption = self._step_counter.progress.step, self._preemption
-        if preemption.open_calls:  # a call counts once, at its end
+        is_deferred = preemption.open_calls > 0 or is_within_step  # a call counts once, at its end
+        if is_deferred:
             self._agreement.check()
             agreed = frozenset[str]()
         else:
@@ -591,7 +593,7 @@ class Checkpointer:
         if error is not None:
             raise error
         self._ensure_started()
-        if preemption.open_calls:  # its end does the rest, so that versions hold complete calls
+        if is_deferred:  # versions hold complete calls and steps
             return
         preemption.respond(agreed)
         if self._group.size == 1:  # several ranks raise together, when the next save is due
