@@ -77,11 +77,13 @@ def train(
     save=2,
     epochs=3,
     batch_size=4,
+    validates=False,
     **options,
 ):
     """``own``: the script makes a ``limpet.DataLoader``. ``peeks``: it looks at a batch first.
     ``scales``: as with float16 on a GPU. ``spans``: accumulation goes on across epochs. ``config``:
-    of ``DataLoaderConfiguration``. ``options``: of the loader."""
+    of ``DataLoaderConfiguration``. ``validates``: also after each step, with random numbers.
+    ``save``: a policy, or the number of steps. ``options``: of the loader."""
     accumulates = GradientAccumulationPlugin(accumulation, sync_with_dataloader=not spans)
     accelerator = make_accelerator(
         config, mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulates
@@ -104,7 +106,8 @@ def train(
     more = {"average": limpet.Replicated(average)}
     if peeks:
         next(iter(loader))
-    with checkpointer(accelerator, run, more, save=limpet.EverySteps(save)) as ckpt:
+    save = limpet.EverySteps(save) if isinstance(save, int) else save
+    with checkpointer(accelerator, run, more, save=save) as ckpt:
         for epoch in ckpt.epochs(epochs):
             for batch in loader:
                 with accelerator.accumulate(model):
@@ -117,6 +120,9 @@ def train(
                     average.update_parameters(accelerator.unwrap_model(model))
                 count.samples += len(batch)
                 ckpt.step({"loss": loss, "data": batch.sum(), "samples": count.samples})
+                if validates:
+                    torch.rand(())
+            ckpt.metrics({"drawn at the end": torch.rand(())})
             model.eval()
             with torch.no_grad():
                 scores = [accelerator.gather_for_metrics(model(batch)) for batch in validation]
@@ -294,10 +300,12 @@ def check_refused(run):
 def check_state(run):
     """What must be prepared, and what is in the state, by its keys."""
     accelerator = make_accelerator()
-    with pytest.raises(LimpetError, match=r"no model: call prepare\(\) before the resume"):
+    with pytest.raises(LimpetError, match=r"no model: prepare\(\) it before this"):
         checkpointer(accelerator, run).resume()
     early = checkpointer(accelerator, run, save=limpet.Never())  # before prepare
     model = accelerator.prepare(make_model())
+    with pytest.raises(LimpetError, match="no optimizer"):
+        early.resume()
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     early.resume()
     assert early.state.keys() == {"model", "optimizer"}
@@ -363,6 +371,7 @@ def check_forgotten(run):
     accelerator = make_accelerator()
     plain = data.DataLoader(Images(), batch_size=4)
     model = accelerator.prepare(torch.nn.Linear(4, 1))
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     limpet.elastic(accelerator.prepare(plain))
     message = "more batches than the loader 'loader' has yielded"
     with pytest.raises(LimpetError, match=message), checkpointer(accelerator, run) as ckpt:
@@ -370,3 +379,27 @@ def check_forgotten(run):
             for batch in plain:
                 model(batch)
                 ckpt.step()
+
+
+def check_save_within_step(run):
+    """While gradients are accumulated, BatchNorm has seen batches that no step has counted."""
+    accelerator = make_accelerator(gradient_accumulation_steps=2)
+    model = make_model()
+    loader = data.DataLoader(Images(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+    )
+    limpet.elastic(loader)
+    with checkpointer(accelerator, run, save=limpet.Never()) as ckpt:
+        for _ in ckpt.epochs(1):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).sum())
+                    optimizer.step()
+                ckpt.step()
+                if accelerator.sync_gradients:
+                    assert ckpt.save().step == ckpt.current_step
+                else:
+                    with pytest.raises(LimpetError, match="call it if accelerator"):
+                        ckpt.save()
+    assert ckpt.current_step == 3

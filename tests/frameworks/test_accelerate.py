@@ -53,6 +53,17 @@ CASES = {
     "own loader, peeks": (WITHIN, {"own": True, "peeks": True}),
     "accumulation": (GROUPS, {"accumulation": 4, "save": 1}),
     "accumulation across epochs": (GROUPS, {"accumulation": 4, "save": 1, "spans": True}),
+    # one batch is left over, and the next one was fetched ahead
+    "one batch is left": (
+        [Kill(2)],
+        {"accumulation": 2, "save": 1, "spans": True, "batch_size": 8},
+    ),
+    "epochs end within steps": (
+        [Kill(2)],
+        {"accumulation": 4, "save": limpet.EveryEpoch(), "spans": True, "epochs": 4},
+    ),
+    # what is drawn after the last step, and again at the end of the epoch
+    "validation after a step": ([Kill(6)], {"validates": True, "save": 1, "epochs": 2}),
     "scaler": (WITHIN, {"scales": True}),
     "epochs": ([Kill(9), Kill(mark="end of epoch 1")], {"dataset": "epochs", "num_workers": 1}),
     "stream": (WITHIN, {"dataset": "lines", "config": {"dispatch_batches": False}}),
@@ -133,7 +144,8 @@ def test_a_position_is_saved_again_before_a_batch(process, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["batches", "device", "refused", "state", "save_state", "forgotten"]
+    "name",
+    ["batches", "device", "refused", "state", "save_state", "forgotten", "save_within_step"],
 )
 def test_check(process, tmp_path, name):
     process.run(training(f"check_{name}"), tmp_path / "run")

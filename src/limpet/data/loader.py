@@ -11,10 +11,12 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
@@ -293,12 +295,12 @@ class DataLoader(data.DataLoader[Any]):
                 " Call resume() before the first pass, if the state is a function."
                 " Iterate over this loader itself: if accelerator.prepare() has copied it, write"
                 " loader = limpet.elastic(accelerator.prepare(loader)). Do not put a loader for"
-                " evaluation into the state",
+                " evaluation into the state: if Accelerate has prepared it, do not make it elastic",
             )
 
-    def count(self, batches: int) -> None:
-        """Count this many batches as trained."""
-        fresh = sum(number == self._pass for number, _ in self._handed)
+    def count(self, batches: int, *, ahead: int = 0) -> None:
+        """Count this many batches as trained. ``ahead``: those that nothing has used yet."""
+        fresh = sum(number == self._pass for number, _ in self._handed) - ahead
         while batches and fresh >= batches and self._handed[0][0] != self._pass:
             self._handed.popleft()  # the last batches of the epoch before belonged to no step
         for _ in range(batches):
@@ -312,6 +314,11 @@ class DataLoader(data.DataLoader[Any]):
     def _seed_end(self, position: _Position) -> None:
         rank, name = self._place()[0], digest(self._name)
         seed_generators(self._key, END, name, position.epoch, position.at, rank)
+
+    def seed_end(self) -> None:
+        """Seed what follows the pass, which an object around this loader ends after the steps."""
+        if self._owner is not None and self._phase == "over":
+            self._seed_end(self._handed[-1][1] if self._handed else self._counted)
 
     def begin_body(self) -> None:
         """Begin the body of an epoch. A pass before it, which no step has counted, was a peek."""
@@ -731,8 +738,7 @@ def elastic(
     A ``DistributedSampler`` of the loader becomes ``shuffle=``, and its ``batch_size`` stays that
     of one rank, unless ``total_batch_size`` replaces it. The other arguments are those of
     ``limpet.DataLoader``. For what ``accelerator.prepare`` returns, the loader inside is replaced,
-    and the same object is returned. If a ``limpet.DataLoader`` was passed to ``prepare``, that is
-    used.
+    and the same object is returned. A ``limpet.DataLoader`` that was passed to ``prepare`` is used.
 
     Raises ``LimpetError`` for another object, and for a loader whose rank 0 sends the batches
     (``DataLoaderConfiguration(dispatch_batches=False)`` of Accelerate avoids that).
@@ -780,9 +786,18 @@ def elastic(
     found._sets_epoch = True  # as the object around it does, from 0 in each process
     if base is not found:
         loader.base_dataloader = found
+        loader.end = partial(_end_pass, weakref.ref(loader))
         loader.state_dict = found.state_dict  # its own returns a copy that was made earlier
         loader.adjust_state_dict_for_prefetch = no_op  # before 1.13, it expects other keys
     return loader
+
+
+def _end_pass(prepared: weakref.ref[Any]) -> None:
+    """End a pass over what ``accelerator.prepare`` returns. The loader inside ended its pass before
+    the last step, so what a script has drawn since, as in a validation, would change the rest."""
+    loader: Any = prepared()
+    type(loader).end(loader)
+    loader.base_dataloader.seed_end()
 
 
 def _read_arguments(base: Any, *, is_wrapped: bool) -> dict[str, Any]:

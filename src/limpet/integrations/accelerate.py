@@ -17,24 +17,27 @@ class _Checkpointer(Checkpointer):
         if self.accelerator.sync_gradients:  # as for a prepared optimizer
             super().step(*args, **kwargs)
 
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        if self.accelerator.sync_gradients:  # else the buffers of the model belong to no step
+            return super().save(*args, **kwargs)
+        raise LimpetError("save() within a step is refused: call it if accelerator.sync_gradients")
+
 
 def checkpointer(accelerator: Any, run: Any, state: Any = None, **options: Any) -> Checkpointer:
     """Return ``Checkpointer(run, **options)`` for what is prepared and registered at the resume:
     ``model``, ``optimizer``, ``scheduler``, ``loader`` (if elastic), ``scaler``, ``registered``,
-    and further ones as ``model_1`` and so on. ``state`` is a dict of more. ``step``, like that of a
-    prepared optimizer, does nothing while gradients are accumulated.
-
-    Raises ``LimpetError`` for DeepSpeed, Megatron-LM, XLA, FSDP1, tensor and context parallelism;
-    at the resume, without a prepared model, or if loaders are prepared, but none is elastic.
+    a second ``model_1``, and so on. ``state``: a dict of more. While gradients are accumulated,
+    ``step`` does nothing, and ``save`` is refused. Raises ``LimpetError`` for DeepSpeed, Megatron,
+    XLA, FSDP1, and tensor and context parallelism; at the resume, without a model, an optimizer, or
+    an elastic one of prepared loaders.
     """
     check_arguments(options, {})
     check_release("accelerate", "1.10", "1.15")
     check_accelerator("checkpointer", accelerator)
-    kind = accelerator.distributed_type.value
 
     def collect() -> dict[str, Any]:
-        a, more, ddp = accelerator, dict(state or {}), accelerator.ddp_handler
-        broadcasts = ddp is None or ddp.broadcast_buffers
+        a, more, kind = accelerator, dict(state or {}), accelerator.distributed_type.value
+        broadcasts = a.ddp_handler is None or a.ddp_handler.broadcast_buffers
         kinds = {
             "model": [as_ddp(m, broadcasts) if "MULTI" in kind else m for m in a._models],
             "optimizer": [prepared.optimizer for prepared in a._optimizers],
@@ -46,8 +49,8 @@ def checkpointer(accelerator: Any, run: Any, state: Any = None, **options: Any) 
         own = {numbered_name(k, i): m for k, found in kinds.items() for i, m in enumerate(found)}
         if taken := own.keys() & more.keys():
             raise LimpetError(f"state= has {min(taken)!r}, which is the key of a prepared object")
-        if not a._models:
-            raise LimpetError("The Accelerator has no model: call prepare() before the resume")
+        if lacking := {"model", "optimizer"} - (own | more).keys():
+            raise LimpetError(f"The Accelerator has no {min(lacking)}: prepare() it before this")
         if a._dataloaders and not any(isinstance(m, DataLoader) for m in (own | more).values()):
             raise LimpetError("No loader has a position: use limpet.elastic(prepare(loader))")
         return own | more

@@ -67,7 +67,7 @@ class StepCounter:
         self._has_rng = bool(find_members(state, RNG))
         members = find_members(state, loader_kinds())
         # accelerator.prepare returns an object around the loader
-        self._prepared = [m for m in members.values() if hasattr(m, "base_dataloader")]
+        self._prepared = {n: m for n, m in members.items() if hasattr(m, "base_dataloader")}
         self._loaders: dict[str, DataLoader] = {
             name: getattr(found, "base_dataloader", found) for name, found in members.items()
         }
@@ -97,14 +97,15 @@ class StepCounter:
         if self.progress.owner is not None and count != 1:
             raise LimpetError("step(steps=...) is refused: the owner of the Progress counts steps")
         count = self.progress.read("step") or count
+        # a prepared loader has fetched a batch ahead, unless it has yielded the last one
+        ahead = {name: int(not p.end_of_dataloader) for name, p in self._prepared.items()}
         if batches is None:
-            # a prepared loader has fetched a batch ahead, unless it has yielded the last one
-            since = [p.uncounted - (not p.end_of_dataloader) for p in self._prepared]
+            since = [self._loaders[name].uncounted - fetched for name, fetched in ahead.items()]
             batches = max(1, *since) if since else count
         for loader in self._loaders.values():
             loader.check(batches)  # check all loaders before any of them advances
-        for loader in self._loaders.values():
-            loader.count(batches)
+        for name, loader in self._loaders.items():
+            loader.count(batches, ahead=ahead.get(name, 0))
         if self.progress.owner is None:
             self.progress.add_steps(count)
         self.has_counted = True
