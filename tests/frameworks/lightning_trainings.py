@@ -335,6 +335,7 @@ def train_batches(run, *, batch_size):
 def train_ranks(run, *, ranks=2):
     """Train on several ranks, whose BatchNorm differs."""
     callbacks = [EarlyStopping("val_loss", patience=9)]  # whose best value is of each rank
+    callbacks += average()  # whose buffers are of each rank
     options = {"val_check_interval": 2, "max_epochs": 3, "callbacks": callbacks}
     fit(run, Model(), *loaders(), **ddp(ranks), **options)
 

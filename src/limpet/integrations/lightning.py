@@ -179,8 +179,8 @@ class Versions(Callback):  # type: ignore[misc]
             "optimizer": trainer.optimizers,
             "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
             "loader": self._loaders,
-            # of WeightAveraging, whose state_dict() lacks it
-            "average": [c._average_model for c in callbacks if hasattr(c, "_average_model")],
+            # of WeightAveraging, whose state_dict() lacks it; the buffers of the ranks differ
+            "average": [Replicated(m) for c in callbacks if (m := getattr(c, "_average_model", 0))],
         }
         return {
             "model": trainer.strategy.model,
