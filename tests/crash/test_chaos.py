@@ -1,4 +1,4 @@
-"""A run under attack for 100 seconds: kill -9, a second training, and every command at once.
+"""A run under attack for a minute: kill -9, a second training, and every command at once.
 
 One training runs until it is killed, at a random moment, and is started again. Meanwhile a second
 training starts in the same run by mistake, and all commands run on it in loops, killed at random
@@ -27,7 +27,9 @@ from tests.fork_server import FORK_SERVER
 
 pytestmark = pytest.mark.chaos
 
-SECONDS = 100.0
+SECONDS, MOST_SECONDS = 60.0, 300.0
+"""The attack lasts until enough has happened, but at least and at most so long."""
+
 PROCESS_LIMIT = 60.0
 """Seconds after which a process that was not killed counts as hanging."""
 
@@ -203,8 +205,11 @@ def test_run_survives_chaos(tmp_path):
         *(Slot(f"command-{n}", next_command, (0.0, 1.0), 0.4) for n in range(3)),
     ]
     state = Chaos(logs, rng)
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline and not state.failures:
+    began = time.monotonic()
+    while not state.failures and (
+        (seconds := time.monotonic() - began) < SECONDS
+        or (missing(state.counts) and seconds < MOST_SECONDS)
+    ):
         for slot in slots:
             state.watch(slot)
         time.sleep(0.005)
@@ -214,18 +219,23 @@ def test_run_survives_chaos(tmp_path):
     print(json.dumps(dict(sorted(state.counts.items())), indent=1))
     assert not state.failures, "\n\n".join(state.failures)
 
-    check_coverage(state.counts)
+    assert not missing(state.counts)
     check_end(root, work, tmp_path)
 
 
-def check_coverage(counts):
-    """Check that enough happened: kills of trainings, refusals, and both ends of every command."""
-    assert counts["train: killed"] >= 10
-    assert any(key.startswith("train: refused") for key in counts)
+def missing(counts):
+    """Return what has not happened often enough: kills, a refused training, and a success of every
+    command."""
     kinds = {key.partition(":")[0] for key in counts} - {"train", "train-back"}
-    assert kinds == {*COMMAND_KINDS}
-    assert all(counts[f"{kind}: exit 0"] for kind in kinds)
-    assert sum(number for key, number in counts.items() if key.endswith("killed")) >= 50
+    assert kinds <= {*COMMAND_KINDS}
+    found = [f"{kind}: exit 0" for kind in COMMAND_KINDS if not counts[f"{kind}: exit 0"]]
+    if counts["train: killed"] < 10:
+        found.append("train: killed")
+    if not any(key.startswith("train: refused") for key in counts):
+        found.append("train: refused")
+    if sum(number for key, number in counts.items() if key.endswith("killed")) < 50:
+        found.append("killed")
+    return found
 
 
 def check_end(root, work, tmp_path):
