@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos compare demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-frameworks test-python test-stores test-upstream tools servers lint ci bench clean
+.PHONY: chaos compare demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-crash test-frameworks test-loops test-python test-stores test-upstream tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,10 +73,10 @@ QUICK := tests/test_packages.py tests/test_shape.py tests/docs/test_design.py te
 	tests/ranks/test_commit.py tests/ranks/test_layouts.py tests/ranks/test_training.py
 
 # PyTorch's idle threads would spin, and take the cores from the other workers of pytest.
-chaos quick test test-chaos test-frameworks test-stores: export OMP_WAIT_POLICY := PASSIVE
+chaos quick test test-crash test-frameworks test-loops test-stores: export OMP_WAIT_POLICY := PASSIVE
 
 # Each new connection to a TCPStore asks the name server for the name of 127.0.0.1. A slow one takes 5 to 15 seconds.
-chaos quick test test-chaos test-frameworks test-stores: export RES_OPTIONS := timeout:1 attempts:1
+chaos quick test test-crash test-frameworks test-loops test-stores: export RES_OPTIONS := timeout:1 attempts:1
 
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 4 -m "not slow and not root" $(QUICK)
@@ -100,12 +100,16 @@ test-frameworks: $(VENV)/.ready
 test-upstream: .zoo/.ready
 	$(RUN) -m tests.frameworks.upstream $(ARGS)
 
-# 100 seconds of kill -9, a second training in the same run, and every command at once; then a short `make chaos`.
-# -s: print what happened. Then trainings that are killed at each step, in all kinds of loops: about 4 minutes.
-# The demos and a million boxes are here, too.
-test-chaos: $(VENV)/.ready
+test-chaos: test-crash test-loops
+
+# A minute of kill -9, a second training in the same run, and every command at once; then a short `make chaos`.
+# -s: print what happened.
+test-crash: $(VENV)/.ready
 	$(RUN) -m pytest -q -s -m chaos tests/crash
-	$(RUN) -m pytest -q -n 4 -m chaos tests/loops tests/examples tests/loading
+
+# Trainings that are killed at each step, in all kinds of loops: about 4 minutes. The demos and a million boxes, too.
+test-loops: $(VENV)/.ready
+	$(RUN) -m pytest -q -n 3 -m chaos tests/loops tests/examples tests/loading
 
 # 4 ranks on 2 hosts under signals, lost hosts, notices, flipped bits, and full disks. ARGS="--seconds 600 --seed 7"
 chaos: $(VENV)/.ready
@@ -132,9 +136,9 @@ compare: .zoo/.ready
 reference: $(VENV)/.ready
 	$(RUN) -m tests.docs.reference
 
-# What CI runs. The first 100 seconds of test-chaos need one core, and the other two one each, for less time.
+# What CI runs. test-crash waits half of the time, so the others go on beside it.
 ci: test
-	$(MAKE) -j3 --output-sync=target lint test-python test-chaos
+	$(MAKE) -j4 --output-sync=target lint test-python test-crash test-loops
 	$(MAKE) test-stores STORES=--require-servers
 
 lint: $(VENV)/.ready
