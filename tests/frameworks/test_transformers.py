@@ -309,7 +309,7 @@ def test_other_steps_are_refused(process, tmp_path):
     process.run(training("train"), run, kill=Kill(5))
     for option in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         text = process.run(training("train_with_other_size"), run, **{option: 8})
-        assert "keep the samples of each step" in text
+        assert "keep the dataset and the samples of each step" in text
     half = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     text = process.run(training("train"), run, **half)
     assert "trained to 16:" in text

@@ -7,7 +7,6 @@ position before ``on_train_begin``, and callbacks do not get the trainer.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -63,8 +62,7 @@ def attach(
     if refused:
         raise LimpetError(f"attach() does not support {refused[0]}")
     frameworks.check_release("transformers", "5.3", "5.24")
-    if isinstance(run, str | os.PathLike) and os.path.realpath(run) == os.path.realpath(output):
-        warn_user(f"{run} is the run and the output_dir: use different folders", UserWarning)
+    frameworks.check_folder(run, output, "the output_dir")
     trainer.__class__ = type(type(trainer).__name__, (_Attached, type(trainer)), {})
     trainer._limpet_arguments = run, resume or {}, options
     return trainer
@@ -110,7 +108,9 @@ class _Training:
             self.loader.begin_epoch(self.epochs_trained)
         done = self.loader.batches_done
         if is_other or done % trainer.args.gradient_accumulation_steps:
-            raise LimpetError("The steps of an epoch have changed: keep the samples of each step")
+            raise LimpetError(
+                "The steps of an epoch have changed: keep the dataset and the samples of each step"
+            )
         return self.epochs_trained, done
 
     def policies(self) -> dict[str, Any]:
