@@ -56,6 +56,7 @@ def _end():
     sys.stdout.flush()
     sys.stderr.flush()
     os.kill(os.getpid(), _kill.signal)
+    time.sleep(0.1)  # the thread that watches for a notice must see it before the training ends
 
 
 _checkpointers: list = []
