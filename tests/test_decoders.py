@@ -47,6 +47,8 @@ SCRIPT = """
 import importlib, pkgutil, sys, threading
 import msgspec
 import limpet
+names = "accelerate lightning ray_train torchtitan transformers".split()
+FRAMEWORKS = [f"limpet.integrations.{name}" for name in names]  # which may not be installed
 from limpet.ranks.collective import _decoder_of
 from limpet.format.strict_json import StrictDecoder
 
@@ -54,6 +56,7 @@ modules = [
     importlib.import_module(m.name)
     for m in pkgutil.walk_packages(limpet.__path__, "limpet.")
     if "testing" not in m.name and not m.name.endswith("__main__")
+    and m.name not in FRAMEWORKS
 ]
 members = {id(v): v for m in modules for v in vars(m).values()}.values()
 decoders = [
