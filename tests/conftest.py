@@ -76,6 +76,7 @@ def _freeze():
 LONGEST = (
     "tests/evaluation/test_ray.py",
     "tests/tables/test_ray.py",
+    "tests/frameworks/test_ray_train.py",
     "tests/ranks/test_survivors.py",
     "tests/examples/",
     "tests/zoo/",
