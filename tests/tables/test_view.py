@@ -625,7 +625,7 @@ def test_the_rows_in_this_process_are_released_with_the_view(without_gc):
 
 
 def test_servers_that_end_are_started_again_once_whatever_number_of_threads(tmp_path, cluster):
-    training, failed = Training(str(tmp_path), WORDS), []
+    training, failed, checks = Training(str(tmp_path), WORDS), [], []
     with training.saving():
         training.change()
         view = tables.open(training.save(), servers=3)
@@ -634,6 +634,7 @@ def test_servers_that_end_are_started_again_once_whatever_number_of_threads(tmp_
         try:
             for _ in range(15):
                 training.assert_equal(view, 1)
+                checks.append(1)
         except BaseException as e:
             failed.append(e)
 
@@ -642,7 +643,8 @@ def test_servers_that_end_are_started_again_once_whatever_number_of_threads(tmp_
         thread.start()
     crashed = 0
     while any(thread.is_alive() for thread in threads):
-        crashed += cluster.crash(crashed % 3, crashed % 3 + 1)
+        if len(checks) >= 4 * crashed:  # on a busy machine, no look-up would end otherwise
+            crashed += cluster.crash(crashed % 3, crashed % 3 + 1)
         threads[crashed % 4].join(0.02)
     assert not failed, failed[0]
     view["words"].lookup(range(100))
