@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from limpet.convert.arrange import numbered_name
 from limpet.data.loader import DataLoader
 from limpet.errors import LimpetError
-from limpet.integrations.frameworks import check_accelerator, check_arguments, check_release
+from limpet.integrations import frameworks
 from limpet.state.replication import as_ddp
 from limpet.training.checkpointer import Checkpointer
 
@@ -31,9 +30,9 @@ def checkpointer(accelerator: Any, run: Any, state: Any = None, **options: Any) 
     XLA, FSDP1, and tensor and context parallelism; at the resume, without a model, an optimizer, or
     an elastic one of prepared loaders.
     """
-    check_arguments(options, {})
-    check_release("accelerate", "1.10", "1.15")
-    check_accelerator("checkpointer", accelerator)
+    frameworks.check_arguments(options, {})
+    frameworks.check_release("accelerate", "1.10", "1.15")
+    frameworks.check_accelerator("checkpointer", accelerator)
 
     def collect() -> dict[str, Any]:
         a, more, kind = accelerator, dict(state or {}), accelerator.distributed_type.value
@@ -46,7 +45,7 @@ def checkpointer(accelerator: Any, run: Any, state: Any = None, **options: Any) 
             "scaler": [a.scaler] if a.scaler else [],
             "registered": a._custom_objects,
         }
-        own = {numbered_name(k, i): m for k, found in kinds.items() for i, m in enumerate(found)}
+        own = frameworks.number_members(kinds)
         if taken := own.keys() & more.keys():
             raise LimpetError(f"state= has {min(taken)!r}, which is the key of a prepared object")
         if lacking := {"model", "optimizer"} - (own | more).keys():

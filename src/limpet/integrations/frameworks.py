@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from limpet.convert.arrange import numbered_name
 from limpet.data.loader import DataLoader
 from limpet.errors import InexactResume, LimpetError
 from limpet.snapshot.location import Url
+from limpet.text import warn_user
 from limpet.threads import no_op
 from limpet.training.checkpointer import Checkpointer
 
@@ -39,13 +40,17 @@ class StatePart:
         """Begin on a rank that no version has."""
 
 
+def number_members(kinds: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+    """Return members of a state by names such as ``optimizer``, ``optimizer_1``, and so on."""
+    return {numbered_name(k, i): m for k, found in kinds.items() for i, m in enumerate(found)}
+
+
 def check_arguments(options: Mapping[str, Any], resume: Mapping[str, Any]) -> None:
     """Raise ``LimpetError`` for names of arguments that ``Checkpointer`` and its ``resume`` do not
     have, before the framework has begun to load anything."""
     for function, arguments in ((Checkpointer, options), (Checkpointer.resume, resume)):
         names = inspect.signature(function).parameters.keys() - {"self", "run", "state"}
-        unknown = sorted(arguments.keys() - names)
-        if unknown:
+        if unknown := sorted(arguments.keys() - names):
             raise LimpetError(f"{function.__qualname__} has no argument {unknown[0]}=")
 
 
@@ -53,23 +58,21 @@ def check_release(package: str, oldest: str, newest: str) -> None:
     """Warn if the release of a framework is not in the tested range, such as "2.5" to "2.6"."""
     found = version(package)
     if not _first_two(oldest) <= _first_two(found) <= _first_two(newest):
-        warnings.warn(
+        warn_user(
             f"{package} {found} is installed, but Limpet is tested with {oldest} to {newest}: a"
             " resume may not be exact",
             InexactResume,
-            stacklevel=3,
         )
 
 
 def check_folder(run: Url, folder: str | None, use: str, *, is_error: bool = False) -> None:
     """Warn, or raise ``LimpetError``, if the run is a folder that has another use."""
-    if not (folder and isinstance(run, str | os.PathLike)):
-        return
-    if os.path.realpath(run) == os.path.realpath(folder):
+    is_path = isinstance(run, str | os.PathLike)
+    if folder and is_path and os.path.realpath(str(run)) == os.path.realpath(folder):
         text = f"{run} is the run and {use}: use different folders"
         if is_error:
             raise LimpetError(text)
-        warnings.warn(text, stacklevel=3)
+        warn_user(text, UserWarning)
 
 
 def check_sizes(loaders: Iterable[DataLoader]) -> None:

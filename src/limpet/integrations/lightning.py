@@ -17,7 +17,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch.utils.data import DistributedSampler
 
 from limpet.arguments import check_count
-from limpet.convert.arrange import numbered_name
 from limpet.data.loader import DataLoader, elastic
 from limpet.data.progress import Progress
 from limpet.errors import LimpetError
@@ -186,7 +185,7 @@ class Versions(Callback):  # type: ignore[misc]
             "model": trainer.strategy.model,
             # before the loaders and optimizers, which the check may change
             "loops": StatePart(self._read_loops, self._write_loops, self._reload),
-            **{numbered_name(k, i): m for k, found in kinds.items() for i, m in enumerate(found)},
+            **frameworks.number_members(kinds),
             "progress": self._progress,
             "logs": StatePart(self._read_logs, self._write_logs, keeps_per_rank=True),
             **{n: _part_of(o) for n, o in own.items() if o is not None and o.state_dict()},

@@ -17,7 +17,6 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from limpet.convert.arrange import numbered_name
 from limpet.data.loader import DataLoader, elastic
 from limpet.errors import LimpetError
 from limpet.integrations import frameworks
@@ -80,10 +79,11 @@ class _Training:
         self.trainer, self.stack, self.began = trainer, stack, time.time()
         self.log = list[str]()  # the entries of the log as JSON
         self.restored = dict[str, Any]()  # attributes that the loop sets after the resume
-        found = [c for c in trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
-        names = [type(callback).__name__ for callback in found]
-        numbered = [numbered_name(name, names[:i].count(name)) for i, name in enumerate(names)]
-        self.callbacks = dict(zip(numbered, found))
+        found = dict[str, list[Any]]()
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback)
+        self.callbacks = frameworks.number_members(found)
 
     def resume(self, steps_per_epoch: int, epochs: int) -> tuple[int, int]:
         """Return how many epochs, and batches of the next one, a version has."""
