@@ -7,15 +7,15 @@ from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from tests.forks import describe
 from tests.frameworks import harness
-from tests.frameworks.harness import Kill, Process, describe
+from tests.frameworks.harness import Kill, Process
 
 EVERY, STEPS_PER_EPOCH, EPOCHS = 4, 10, 2
 """The trainings save every 4 of 20 steps."""
@@ -63,7 +63,7 @@ def measure(process, case, own, folder):
     """Run a training undisturbed, twice, and killed. Return what the table says of it."""
     is_titan = case.training == "torchtitan"
     module = f"tests.frameworks.compared_{'titan' if is_titan else 'trainings'}"
-    function = SimpleNamespace(__module__=module, __qualname__=f"train_{case.training}")
+    function = harness.training(module, f"train_{case.training}")
     options = {"own": own, "noise": case.noise}
     whole, again, run = (folder / name for name in ("whole", "again", "killed"))
     process.run(function, whole, **options)

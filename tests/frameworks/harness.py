@@ -12,10 +12,11 @@ import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 
 import limpet
 from tests.fork_server import FORK_SERVER
+from tests.forks import describe, fork, wait
 
 LIMIT = 120.0
 """Seconds for one process."""
@@ -71,6 +73,11 @@ def _step(self, *args, **kwargs):
         _end()
 
 
+def training(module, name):
+    """Return a stand-in for a function of a module that only a ``Process`` imports."""
+    return SimpleNamespace(__module__=module, __qualname__=name)
+
+
 class Process:
     """A process that has imported ``modules``, and forks the trainings."""
 
@@ -85,14 +92,14 @@ class Process:
         self._process.join(10)
         self._process.kill()
 
-    def run(self, function, run, *, kill=None, ranks=1, timeout=LIMIT, **arguments):
+    def run(self, function, run, *, kill=None, ranks=1, **arguments):
         """Run ``function(run, **arguments)`` in a fork, or in one per rank, with the environment
         that torchrun gives. Return what it has printed. Raises ``AssertionError`` if it does not
         end as ``kill`` says."""
         name = (function.__module__, function.__qualname__)
         output = Path(f"{run}.output")
-        self._pipe.send((name, str(run), arguments, kill, ranks, timeout, str(output)))
-        assert self._pipe.poll(timeout + 30), "no answer"
+        self._pipe.send((name, str(run), arguments, kill, ranks, str(output)))
+        assert self._pipe.poll(LIMIT + 30), "no answer"
         codes = self._pipe.recv()
         expected = 0
         if kill is not None:
@@ -131,7 +138,7 @@ def damage(run, how):
 def compare(whole, killed, ignore=()):
     """Compare two runs."""
     first, second = (dict(describe(limpet.load(f"{run}@latest"), "")) for run in (whole, killed))
-    keys = [k for k in first | second if not any(part in k for part in ("/passes", *ignore))]
+    keys = [k for k in first | second if not any(part in k for part in ignore)]
     differing = {k: (first.get(k), second.get(k)) for k in keys if first.get(k) != second.get(k)}
     assert not differing, f"{len(differing)} of {len(keys)} leaves differ: {differing}"[:3000]
     assert len(keys) > 4
@@ -140,18 +147,6 @@ def compare(whole, killed, ignore=()):
     assert max(steps[0]) == max(steps[1])
     metrics = [{step: run.metrics(step) for step in steps[0] & steps[1]} for run in (a, b)]
     assert metrics[0] == metrics[1], f"metrics differ: {metrics}"
-
-
-def describe(value, key):
-    """Yield every leaf of a state, by its key, as text or bytes."""
-    if isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, member in items:
-            yield from describe(member, f"{key}/{name}")
-    elif isinstance(value, torch.Tensor):
-        yield key, (value.dtype, value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    else:
-        yield key, repr(value)
 
 
 # -- in the process that has imported the framework --------------------------------------------
@@ -176,72 +171,41 @@ def _serve(pipe, modules):
         pipe.send(_run(*request))
 
 
-def _run(name, run, arguments, kill, ranks, timeout, output):
-    end = time.monotonic() + timeout
+def _run(name, run, arguments, kill, ranks, output):
+    end = time.monotonic() + LIMIT
     Path(output).unlink(missing_ok=True)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            _train(
-                name,
-                run,
-                arguments,
-                kill if rank == ranks - 1 else None,
-                (rank, ranks),
-                port,
-                output,
-            )
-        pids.append(pid)
+    pids = [
+        fork(partial(_train, name, run, arguments, kill, (rank, ranks), port, output))
+        for rank in range(ranks)
+    ]
     codes = [0] * ranks
     for rank in reversed(range(ranks)):  # the last rank is the one that is killed
-        codes[rank] = _wait(pids[rank], end)
+        codes[rank] = wait(pids[rank], end)
         if kill is not None and codes == [0] * (ranks - 1) + [-signal.SIGKILL]:
             for other in pids[:-1]:
                 os.kill(other, signal.SIGKILL)
     return codes
 
 
-def _wait(pid, end):
-    while time.monotonic() < end:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.003)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "no end"
-
-
 def _train(name, run, arguments, kill, place, port, output):
     global _kill
-    code = 1
-    try:
-        out = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        _kill = kill
-        rank, ranks = (str(number) for number in place)
-        if ranks != "1":
-            os.environ |= {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                "GROUP_RANK": "0", "NODE_RANK": "0", "TORCHELASTIC_RUN_ID": "tests",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            }  # fmt: skip
-        seed = 5 if not Path(run).exists() else random.SystemRandom().getrandbits(32)
-        random.seed(seed)  # a resume depends on nothing that a script draws before it
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        getattr(import_module(name[0]), name[1])(run, **arguments)
-        code = 0
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    out = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    rank, ranks = place
+    _kill = kill if rank == ranks - 1 else None
+    if ranks > 1:
+        here, everywhere = str(rank), str(ranks)
+        os.environ |= {
+            "RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": everywhere,
+            "LOCAL_WORLD_SIZE": everywhere, "GROUP_RANK": "0", "NODE_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+    seed = 5 if not Path(run).exists() else random.SystemRandom().getrandbits(32)
+    random.seed(seed)  # a resume depends on nothing that a script draws before it
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    getattr(import_module(name[0]), name[1])(run, **arguments)

@@ -1,13 +1,14 @@
 """Trainings with Accelerate that are killed and resumed equal undisturbed ones."""
 
 import signal
+from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import limpet
+from tests.frameworks import harness
 from tests.frameworks.harness import Kill, Process
 from tests.frameworks.samples import make_model
 
@@ -21,8 +22,7 @@ MODULE = "tests.frameworks.accelerate_trainings"
 """Imported by processes of the harness only, because that takes seconds."""
 
 
-def training(name):
-    return SimpleNamespace(__module__=MODULE, __qualname__=name)
+training = partial(harness.training, MODULE)
 
 
 @pytest.fixture(scope="module")

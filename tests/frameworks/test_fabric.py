@@ -1,12 +1,13 @@
 """Trainings with Lightning Fabric that are killed and resumed equal undisturbed ones."""
 
+from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import limpet
+from tests.frameworks import harness
 from tests.frameworks.harness import Kill, Process
 from tests.frameworks.samples import make_model
 
@@ -20,8 +21,7 @@ MODULE = "tests.frameworks.fabric_trainings"
 """Imported by processes of the harness only, because that takes seconds."""
 
 
-def training(name):
-    return SimpleNamespace(__module__=MODULE, __qualname__=name)
+training = partial(harness.training, MODULE)
 
 
 @pytest.fixture(scope="module")

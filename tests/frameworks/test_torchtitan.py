@@ -3,12 +3,13 @@
 import pickle
 import re
 import signal
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import limpet
+from tests.frameworks import harness
 from tests.frameworks.harness import Kill, Process, compare
 
 pytestmark = [
@@ -23,8 +24,7 @@ MODULE = "tests.frameworks.torchtitan_trainings"
 """Imported by processes of the harness only: it changes what PyTorch says about devices."""
 
 
-def training(name):
-    return SimpleNamespace(__module__=MODULE, __qualname__=name)
+training = partial(harness.training, MODULE)
 
 
 TRAIN = training("train")

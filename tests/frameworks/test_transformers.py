@@ -3,14 +3,16 @@
 import json
 import re
 import signal
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import limpet
-from tests.frameworks.harness import Kill, Process, describe
+from tests.forks import describe
+from tests.frameworks import harness
+from tests.frameworks.harness import Kill, Process
 
 MODULE = "tests.frameworks.transformers_trainings"
 
@@ -26,9 +28,7 @@ def process():
     process.close()
 
 
-def training(name):
-    """A function of the module, which only ``process`` imports."""
-    return SimpleNamespace(__module__=MODULE, __qualname__=name)
+training = partial(harness.training, MODULE)
 
 
 def read_log(run):

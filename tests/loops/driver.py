@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from multiprocessing import set_start_method
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import limpet
 from tests.fork_server import FORK_SERVER
+from tests.forks import describe, fork, wait
 from tests.loops.datasets import LENGTH
 from tests.loops.training import Case, Interrupted, run_training
 
@@ -110,18 +110,6 @@ def compare_states(whole, killed):
     assert first.metrics(first.latest().step) == second.metrics(second.latest().step)
 
 
-def describe(value, key):
-    """Yield every leaf of a state, by its key, as text or bytes."""
-    if isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, member in items:
-            yield from describe(member, f"{key}/{name}")
-    elif isinstance(value, torch.Tensor):
-        yield key, (value.dtype, value.numpy().tobytes())
-    elif not key.endswith("/passes"):  # a loop may begin fewer passes in the rest of an epoch
-        yield key, repr(value)
-
-
 def compare_samples(whole, killed):
     """Compare what all ranks together have seen in each step."""
     first, second = (
@@ -176,7 +164,10 @@ class Trainings:
     def _train(self, rank, ranks, log, kill, workers):
         if ranks > 1:
             join(rank, ranks, self.folder)
-        run_training(self.case, str(self.folder), log, (rank, ranks), kill, workers)
+        try:
+            run_training(self.case, str(self.folder), log, (rank, ranks), kill, workers)
+        except Interrupted:
+            sys.exit(RAISED)
         if ranks > 1:
             dist.barrier()
 
@@ -195,36 +186,3 @@ def join(rank, ranks, folder):
             time.sleep(0.005)
         store = dist.TCPStore("127.0.0.1", int(path.read_text()), ranks, False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-
-
-def fork(work):
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except SystemExit as e:
-            code = e.code
-        except Interrupted:
-            code = RAISED
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
-
-
-def wait(pid, end):
-    """Return the exit code of a process, or minus the signal that ended it."""
-    while time.monotonic() < end:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "no end"
