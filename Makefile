@@ -124,8 +124,8 @@ demo demo-elastic: SERVERS := $(if $(filter hdfs,$(STORE)),hdfs,ceph)
 # A server that cannot be installed is skipped, with a message. STORES=--require-servers: it fails instead.
 test-stores: $(VENV)/.ready servers
 	@rm -f .pytest_cache/v/cache/lastfailed
-	$(RUN) -m pytest -q -n 4 --dist worksteal -m stores tests/stores --durations=10 $(STORES) || \
-		$(RUN) -m tests.again $$? -m stores $(STORES)
+	$(RUN) -m pytest -q -n 4 --dist worksteal -m stores tests/stores --durations=10 \
+		-o faulthandler_timeout=300 $(STORES) || $(RUN) -m tests.again $$? -m stores $(STORES)
 
 # The table of docs/comparison.md: trainings that are killed and resumed, with Limpet and with the checkpoints of their
 # frameworks. A minute on 2 cores.

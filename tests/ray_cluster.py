@@ -1,29 +1,26 @@
 """A plugin of pytest: one cluster of Ray for all files ``ray_cases.py``, in one process."""
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import run_process
+
 
 def run_cases(*files):
     """Run tests in a process of their own: Ray leaves threads and a signal handler behind, and each
     worker of pytest would start its own cluster."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
+    done = run_process(
         [*command, "-p", "tests.ray_cluster", *files],
+        900,
         cwd=Path(__file__).parents[1],
         env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 import limpet
 from tests.docs.test_docs import ROOT, blocks
+from tests.waiting import run_process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16", "--log", "1"]
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def python(script, *arguments, folder):
     command = [sys.executable, "-W", "error", EXAMPLES / script, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return run_process(command, 300, cwd=folder)
 
 
 def train(folder, run, epochs, steps):
@@ -109,7 +109,7 @@ def test_ray_train_resumes_after_the_kill_of_a_worker(tmp_path, monkeypatch):
     """And the script of the documentation runs."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     command = [sys.executable, EXAMPLES / "ray_train.py", "--storage", tmp_path / "storage"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_process(command, 300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     output = done.stdout + done.stderr
     assert (tmp_path / "storage" / "killed").exists()
@@ -122,7 +122,7 @@ def test_ray_train_resumes_after_the_kill_of_a_worker(tmp_path, monkeypatch):
     changed = script.code.replace("s3://bucket/results", f"{tmp_path}/results")
     (tmp_path / script.file).write_text(changed)
     command = [sys.executable, script.file]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_process(command, 300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert limpet.Run(tmp_path / "results" / "a").latest().step == 16
 
@@ -131,6 +131,7 @@ STOP_AT_THE_COMMIT = """
 import os, sys
 sys.path.insert(0, sys.argv.pop(1))
 import fsdp, limpet
+from tests.waiting import run_process
 
 step = limpet.Checkpointer.step
 
@@ -151,7 +152,7 @@ def test_the_log_of_fsdp_includes_the_steps_of_every_version(tmp_path):
     A resumed run does not repeat these steps, so no other log would include them.
     """
     command = [sys.executable, "-c", STOP_AT_THE_COMMIT, EXAMPLES, "run", "--every", "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_process(command, 300, cwd=tmp_path)
     assert done.returncode == 9, done.stderr
     assert [s.step for s in limpet.Run(tmp_path / "run").snapshots()] == [3]
     assert re.findall(r"^step +(\d+)  loss ", done.stdout, re.MULTILINE) == ["1", "2", "3"]

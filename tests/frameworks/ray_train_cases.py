@@ -20,7 +20,7 @@ from limpet.errors import LimpetError
 from limpet.integrations import ray_train
 from tests.frameworks import ray_trainings
 from tests.frameworks.harness import Process, compare
-from tests.waiting import wait_until
+from tests.waiting import run_process, wait_until
 
 os.environ |= {  # before the cluster starts
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
@@ -75,9 +75,7 @@ def test_the_driver_a_worker_and_a_node_are_lost(cluster, whole, tmp_path):
     """One training: a start of Ray Train takes seconds."""
     # the driver, and with it all workers, at step 5
     command = [sys.executable, "-m", "tests.frameworks.ray_trainings", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
-    )
+    done = run_process(command, 120, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     # a worker, at step 9, on a node that is then drained; there is place on the first one then
     others = ray.util.placement_group([{"CPU": 2}])

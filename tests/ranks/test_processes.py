@@ -24,7 +24,7 @@ import torch.distributed as dist
 from limpet.storage.local.store import LocalStore
 from tests.ranks.faults import assert_versions_intact
 from tests.ranks.processes import STAGES
-from tests.waiting import check_at_once, wait_until
+from tests.waiting import check_at_once, run_process, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -365,14 +365,11 @@ def test_training_continues_after_torchrun_restarts_the_ranks(tmp_path):
     command += ["--master-port", str(free_port()), "--max-restarts", "3"]
     command += ["--monitor-interval", "0.2"]
     settings = {"LIMPET_SILENT": "20", "LIMPET_STUCK": "40", "OMP_NUM_THREADS": "1"}
-    completed = subprocess.run(
+    completed = run_process(
         [*command, str(script), str(tmp_path / "run")],
+        240,
         cwd=REPOSITORY,
         env={**os.environ, **settings, "PYTHONPATH": f"{REPOSITORY}:{os.environ['PYTHONPATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr[-8000:]
     assert completed.stdout.count("killed") == 1

@@ -1,6 +1,5 @@
 """The examples run unchanged in S3 and in HDFS."""
 
-import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import limpet
+from tests.waiting import run_process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,7 +24,7 @@ def test_the_demo_passes(request, kind, example, run):
     server = request.getfixturevalue(kind)
     root = f"{server}/runs" if kind == "s3" else f"{server.url}/{uuid.uuid4().hex}"
     command = [sys.executable, EXAMPLES / example, "--quick", "--root", root]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_process(command, 300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checks passed" in done.stdout
     assert limpet.Run(f"{root}/{run}").latest().verify().ok

@@ -1,8 +1,9 @@
 """Runs a script under torchrun, as a user would."""
 
 import os
-import subprocess
 import sys
+
+from tests.waiting import run_process
 
 
 def run_torchrun(script, *arguments, ranks=2, **environment):
@@ -19,13 +20,6 @@ def run_torchrun(script, *arguments, ranks=2, **environment):
         "RES_OPTIONS": "timeout:1 attempts:1",
         **environment,
     }
-    done = subprocess.run(
-        [*command, script, *arguments],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_process([*command, script, *arguments], 120, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))

@@ -21,7 +21,7 @@ from limpet.tasks import Queue
 from tests.tables import ray_driver, test_lost_buckets
 from tests.tables.ray_driver import RAY, Train, servers_alive
 from tests.tables.trainings import URLS, WORDS, Training
-from tests.waiting import wait_until
+from tests.waiting import run_process, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -113,14 +113,7 @@ ROOT = Path(__file__).parents[2]
 def drive(url, servers, workers, record, number):
     arguments = [str(url), str(servers), str(workers), str(record), str(int(number))]
     command = [sys.executable, "-m", "tests.tables.ray_driver", *arguments]
-    return subprocess.run(
-        command,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_process(command, 120, cwd=Path(__file__).parents[2])
 
 
 def test_the_driver_is_preempted_and_killed_and_others_continue(tmp_path, expected):

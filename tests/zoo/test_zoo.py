@@ -6,13 +6,13 @@ Two processes for each family of libraries: see ``tests/zoo/worker.py``.
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import run_process
 from tests.zoo.worker import MODULES
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +52,7 @@ def run_both(groups, folder):
     """Return the outcomes of the process that saves and of the one that resumes."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.zoo.worker", str(folder), *groups]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False
-    )
+    done = run_process(command, 900, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{mode}.json").read_text()) for mode in ("save", "resume")]
 
