@@ -1,7 +1,6 @@
-"""Saves and resumes the training of a ``Trainer`` of Transformers or TRL: see ``attach``.
+"""``attach``, for a ``Trainer`` of Transformers or TRL: its class becomes a subclass.
 
-The class of the trainer becomes a subclass. A callback is not enough: the loop computes its
-position before ``on_train_begin``, and callbacks do not get the trainer.
+A callback does not get the trainer, and the loop has its position before ``on_train_begin``.
 """
 
 from __future__ import annotations
@@ -79,11 +78,10 @@ class _Training:
         self.trainer, self.stack, self.began = trainer, stack, time.time()
         self.log = list[str]()  # the entries of the log as JSON
         self.restored = dict[str, Any]()  # attributes that the loop sets after the resume
-        found = dict[str, list[Any]]()
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, []).append(callback)
-        self.callbacks = frameworks.number_members(found)
+        found = [c for c in trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
+        names = [type(callback).__name__ for callback in found]
+        kinds = {name: [c for n, c in zip(names, found) if n == name] for name in names}
+        self.callbacks = frameworks.number_members(kinds)
 
     def resume(self, steps_per_epoch: int, epochs: int) -> tuple[int, int]:
         """Return how many epochs, and batches of the next one, a version has."""
@@ -106,19 +104,17 @@ class _Training:
             return epochs, 0
         if self.loader.epoch < self.epochs_trained:  # saved just before its epoch was ended
             self.loader.begin_epoch(self.epochs_trained)
-        done = self.loader.batches_done
-        if is_other or done % trainer.args.gradient_accumulation_steps:
+        if is_other or self.loader.batches_done % trainer.args.gradient_accumulation_steps:
             raise LimpetError(
                 "The steps of an epoch have changed: keep the dataset and the samples of each step"
             )
-        return self.epochs_trained, done
+        return self.epochs_trained, self.loader.batches_done
 
     def policies(self) -> dict[str, Any]:
         """Return the policies that the arguments of the trainer describe."""
         args, state = self.trainer.args, self.trainer.state
-        strategy, steps = args.save_strategy, state.save_steps
-        if strategy == "best":
-            strategy, steps = args.eval_strategy, state.eval_steps
+        kind = "eval" if args.save_strategy == "best" else "save"
+        strategy, steps = getattr(args, f"{kind}_strategy"), getattr(state, f"{kind}_steps")
         save = {"steps": EverySteps(steps), "epoch": EveryEpoch()}.get(strategy.value)
         keep = KeepPolicy() if args.save_total_limit is None else KeepLast(args.save_total_limit)
         if args.metric_for_best_model is not None and args.eval_strategy != "no":
