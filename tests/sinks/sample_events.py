@@ -120,6 +120,40 @@ class FakeSummaryWriter(list):
         self.append((tag, scalar_value, global_step))
 
 
+class FakeWandbRun:
+    """What the sink uses of a ``wandb.Run``. The program itself calls ``commit``."""
+
+    def __init__(self):
+        self.step, self.rows, self.summary, self.defined = 0, [{}], {}, []
+
+    def define_metric(self, name, step_metric):
+        self.defined.append((name, step_metric))
+
+    def log(self, point, commit):
+        assert not commit  # the steps of the program's own rows would change
+        assert all(type(v) in (float, int, str) for v in point.values())
+        self.rows[-1].update(point)
+
+    def commit(self):
+        self.step += 1
+        self.rows.append({})
+
+
+class FakeMlflowClient:
+    """What the sink uses of an ``MlflowClient``."""
+
+    def __init__(self):
+        self.metrics, self.tags = [], {}
+
+    def log_metric(self, run_id, key, value, step, synchronous):
+        assert (run_id, synchronous, type(value)) == ("id", False, float)
+        self.metrics.append((key, value, step))
+
+    def set_tag(self, run_id, key, value, synchronous):
+        assert (run_id, synchronous) == ("id", False)
+        self.tags[key] = value
+
+
 def read_json_lines(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 

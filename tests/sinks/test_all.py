@@ -11,7 +11,9 @@ from hypothesis import given
 from limpet import sinks
 from tests.sinks.sample_events import (
     EVENTS,
+    FakeMlflowClient,
     FakeSummaryWriter,
+    FakeWandbRun,
     RecordingStream,
     nested_odd_values,
     read_json_lines,
@@ -28,6 +30,8 @@ def make_all_sinks(folder, writer):
         sinks.JsonLines(folder / "events.jsonl"),
         sinks.Prometheus(CollectorRegistry()),
         sinks.TensorBoard(writer),
+        sinks.WandB(FakeWandbRun()),
+        sinks.MLflow(FakeMlflowClient(), "id"),
     ]
 
 

@@ -7,5 +7,6 @@ May import: the root modules and ``format``.
 
 from limpet.sinks.programs import JsonLines, Logging, Prometheus, TensorBoard
 from limpet.sinks.terminal import Terminal
+from limpet.sinks.trackers import MLflow, WandB
 
-__all__ = ["JsonLines", "Logging", "Prometheus", "TensorBoard", "Terminal"]
+__all__ = ["JsonLines", "Logging", "MLflow", "Prometheus", "TensorBoard", "Terminal", "WandB"]

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -187,9 +187,13 @@ class TensorBoard:
         step = number_field(fields, "step")
         if name != "saved" or step is None:
             return
-        speed = bytes_per_second(fields)
-        values = {curve: number_field(fields, field) for field, curve in _FIELD_COUNTERS.items()}
-        values["gib_per_second"] = None if speed is None else speed / 2**30
-        for curve, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(f"limpet/{curve}", value, int(step))
+        for curve, value in numbers_of_save(fields).items():
+            self._writer.add_scalar(f"limpet/{curve}", value, int(step))
+
+
+def numbers_of_save(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a ``saved`` event that curves show, by name, without missing ones."""
+    speed = bytes_per_second(fields)
+    values = {curve: number_field(fields, field) for field, curve in _FIELD_COUNTERS.items()}
+    values["gib_per_second"] = None if speed is None else speed / 2**30
+    return {curve: value for curve, value in values.items() if value is not None}
