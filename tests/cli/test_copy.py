@@ -10,11 +10,11 @@ import pytest
 
 import limpet as hf
 from limpet.cli.verbs.copy import _copy_run
-from limpet.cli.verbs.ls import list_versions
 from limpet.cli.verbs.verify import _verify_run
 from limpet.errors import AlreadyExists, CommitError, FormatTooNew, NotFound
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import BecameBest
+from limpet.run.overview import list_versions
 from limpet.run.policy import EverySteps, KeepEvery, KeepLast
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore

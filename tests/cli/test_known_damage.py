@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.errors import DigestMismatch, NoSnapshot
+from limpet.errors import DigestMismatch, NoSnapshot, SkippedVersion
 from limpet.format.records import Verified, decode_about_version, encode_record
 from limpet.loading.snapshot import reader_of
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
-from tests.cli.invoke import run_cli
+from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import delete_version, flip_bit, shard_of, train, training
 
 
@@ -177,6 +177,29 @@ def test_a_resume_reads_the_bytes_and_not_the_record(store):
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume(at="60")
         assert state["progress"].step == 60
+
+
+def test_what_a_resume_skipped_is_damaged_until_a_verify_finds_it_intact(store):
+    """The branch record says so, before and without any verify."""
+    damage(store, "version_40")
+    damage(store)
+    with pytest.warns(SkippedVersion), training(store, EverySteps(20)) as (state, ckpt):
+        ckpt.resume()
+        train(state, ckpt, 40)
+    found = {v["version"]: v for v in run_cli("ls", store.url, "--json").json["versions"]}
+    assert [v for v in found if not found[v]["intact"]] == ["version_40", "version_60"]
+    assert "A resume skipped version_60 as damaged" in found["version_60"]["problem"]["message"]
+    assert found["version_40.1"]["latest"]
+    assert run_cli("verify", store.url).code == 3
+    damage(store)  # a second flip of the bit repairs it
+    assert run_cli("verify", f"{store.url}/version_60").code == 0
+    assert listed(store, 60)["intact"]
+    assert "abandoned" in run_cli("ls", store.url).out
+
+
+def test_a_version_that_a_user_left_behind_is_not_damaged(store):
+    train_branch(store, start=20, last_step=40)
+    assert all(v["intact"] for v in run_cli("ls", store.url, "--json").json["versions"])
 
 
 def test_a_version_saved_again_is_another_one(store):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import limpet as hf
-from limpet.cli.tree_rows import iter_tree_rows
 from limpet.cli.verbs.show import render
 from limpet.errors import MissingLeaf
 from limpet.format.names import Version
@@ -16,6 +15,7 @@ from limpet.format.records import FailedEvaluation
 from limpet.loading.snapshot import reader_of
 from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
+from limpet.snapshot.tree_rows import iter_tree_rows
 from tests.cli.invoke import check_error_line, run_cli
 from tests.forging import small_state
 

@@ -7,7 +7,8 @@ skipped as if it were damaged: going back because the software is too old would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -169,6 +170,28 @@ def start_branch(catalog: Catalog, snapshot: SnapshotReader, version: Version, r
                 catalog.store.put_if_absent(names.branch_name(number), encode_record(record))
                 return number
     raise contended_error(names.branch_name(number), catalog.store.url)
+
+
+def skipped_reason(skipped: Sized) -> str:
+    """Return the reason for a branch that begins before these states; empty if there are none."""
+    return f"{len(skipped)} newer damaged" if skipped else ""
+
+
+def find_skipped(
+    catalog: Catalog, listing: Listing, branches: Mapping[int, Branch | errors.LimpetError]
+) -> dict[Version, Branch]:
+    """Return the versions that were skipped as damaged, each with the branch that then began: so
+    many as its reason counts, of those that followed its origin."""
+    found: dict[Version, Branch] = {}
+    for number, branch in branches.items():
+        count = isinstance(branch, Branch) and re.fullmatch(r"(\d+) newer damaged", branch.reason)
+        if isinstance(branch, Branch) and count:
+            with suppress(errors.FormatError, errors.NotFound):
+                origin = names.parse_version(branch.from_version)
+                earlier = lineage_of(catalog, listing, number - 1)
+                newer = [v for v in earlier if origin is not None and v > origin]
+                found.update(dict.fromkeys(newer[: int(count[1])], branch))
+    return found
 
 
 # -- the newest version --------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""What there is to know about a run at a glance, for all runs that are directly in a folder."""
+"""What there is to know about a run: at a glance, for all runs that are directly in a folder; and
+about each version of one run."""
 
 from __future__ import annotations
 
@@ -7,24 +8,42 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
-from limpet.errors import FormatError, LimpetError, NotFound, StoreError
-from limpet.format.names import MANIFEST, is_spread_folder, parse_version
-from limpet.format.records import Pin
+import msgspec
+
+from limpet.errors import (
+    DigestMismatch,
+    FormatError,
+    FormatTooNew,
+    LimpetError,
+    NotFound,
+    StoreError,
+)
+from limpet.format.names import MANIFEST, Version, is_spread_folder, parse_version
+from limpet.format.records import Branch, Pin, Verified, VersionLease
 from limpet.run.address import merge_objectives
-from limpet.run.catalog import Catalog
-from limpet.run.lineage import MAX_SEARCHES, changing_run_error, find_end, has_changed, lineage_of
-from limpet.run.listing import list_all_files
+from limpet.run.catalog import Catalog, VersionRecord, make_version_record
+from limpet.run.lineage import (
+    MAX_SEARCHES,
+    changing_run_error,
+    find_end,
+    find_skipped,
+    has_changed,
+    lineage_of,
+)
+from limpet.run.listing import Listing, list_all_files
 from limpet.run.policy import Record, best_first
-from limpet.run.records import read_recorded_objectives
+from limpet.run.records import VersionEvaluations, read_recorded_objectives
+from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
 from limpet.run.writer_lock import find_writer
 from limpet.snapshot import pins
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import open_store
-from limpet.storage.store import Store, exists, list_level
+from limpet.storage.store import Stat, Store, exists, list_level
 from limpet.text import format_list
 from limpet.threads import gc_paused, look_up_each
 
@@ -219,3 +238,128 @@ def rank_runs(
         )
     best.sort(key=lambda ranked: ranked[1].metrics[metric], reverse=mode == "max")
     return metric, mode, best
+
+
+# -- all versions of one run ---------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class VersionEntry:
+    """One version. ``nbytes``: what deleting it frees; ``referred_bytes``: in files of other
+    versions. ``config``: a node, one object for equal configs. (Manifests would fill the memory.)
+    """
+
+    version: Version
+    on_lineage: bool
+    pinned: bool
+    nbytes: int
+    created: str
+    problem: LimpetError | None = None
+    record: VersionRecord = VersionRecord()  # noqa: RUF009  (frozen)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    referred_bytes: int = 0
+    reason: str | None = None
+    evaluations: VersionEvaluations = VersionEvaluations()  # noqa: RUF009  (frozen)
+    is_latest: bool = False
+    config: Any = None
+    note: Any = None
+
+    @property
+    def status(self) -> str:
+        if isinstance(self.problem, FormatTooNew):
+            return "too new"
+        if self.problem is not None:
+            return "damaged" if isinstance(self.problem, FormatError) else "unreadable"
+        if self.is_latest:
+            return "latest"
+        return "ok" if self.on_lineage else "abandoned"
+
+
+@dataclass(slots=True)
+class ListResult:
+    """What ``ls`` shows of a run; ``orphans``: files that no manifest names."""
+
+    run: Run
+    entries: list[VersionEntry]
+    branch: int
+    branches: dict[int, Branch | LimpetError]
+    orphans: list[Stat]
+    leases: Sequence[VersionLease] = ()
+    runs: Sequence[str] = ()  # the names of those directly in the folder of this one
+
+    @property
+    def latest(self) -> VersionEntry | None:
+        return next((e for e in self.entries if e.is_latest), None)
+
+
+def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
+    """Open every version. A version that is deleted in the meantime is omitted."""
+    lineage = set(run.line(listing))
+    files = list_all_files(run.store, listing)
+    entries: list[VersionEntry] = []
+    configs: dict[bytes, Any] = {}
+    for version in listing.versions:
+        pinned = version in listing.lasting_pins
+        nbytes = sum(stat.length for stat in files[version].stats)
+        modified = max((stat.modified for stat in files[version].stats), default=0)
+        created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
+        entry = VersionEntry(version, version in lineage, pinned, nbytes, created)
+        if _read_entry(run, entry, configs):
+            entries.append(entry)
+        advance(1)
+    by_version = {e.version: e for e in entries}
+    orphans = [*find_orphans(files, {v: e.record for v, e in by_version.items()})]
+    for version, stat in orphans:
+        if version in by_version:
+            by_version[version].nbytes -= stat.length
+    branches: dict[int, Branch | LimpetError] = {}
+    for number in listing.branches:
+        try:
+            branches[number] = run.read_branch(number)
+        except (FormatError, NotFound) as e:
+            branches[number] = e
+    for version, branch in find_skipped(run.catalog, listing, branches).items():
+        if version in by_version:
+            _count_as_damaged(by_version[version], branch)
+    usable = [e for e in entries if e.on_lineage and e.problem is None]
+    if usable:
+        usable[-1].is_latest = True
+    return ListResult(
+        run,
+        entries,
+        run.branch(listing),
+        branches,
+        [*(stat for _, stat in orphans), *run.store.partials("")],
+        [*run.catalog.leases.live(listing.leases).values()],
+        find_runs(run.store),
+    )
+
+
+def _read_entry(run: Run, entry: VersionEntry, configs: dict[bytes, Any]) -> bool:
+    """Complete an entry from the manifest and the records. False: the version was deleted."""
+    try:
+        snapshot = run.catalog.open(entry.version)
+        entry.created, entry.record = snapshot.manifest.created, make_version_record(snapshot)
+        entry.evaluations = run.catalog.evaluations.read(entry.version, snapshot.digest)
+        entry.metrics = {**snapshot.metrics, **entry.evaluations.metrics()}
+        entry.referred_bytes = snapshot.referred_bytes
+        entry.reason, entry.note = map(snapshot.metadata.get, ("reason", "note"))
+        if (config := snapshot.metadata_node("config")) is not None:
+            entry.config = configs.setdefault(msgspec.json.encode(config), config)
+        run.catalog.check(snapshot, entry.evaluations)
+    except NotFound:
+        return False
+    except (FormatError, StoreError) as e:
+        entry.problem = e
+    return True
+
+
+def _count_as_damaged(entry: VersionEntry, branch: Branch) -> None:
+    """Give a version that a resume skipped a problem, unless `limpet verify` has looked since."""
+    since = datetime.fromisoformat(branch.created)
+    records = entry.evaluations.of(Verified)
+    if entry.problem is None and all(datetime.fromisoformat(r.created) < since for r in records):
+        entry.problem = DigestMismatch(
+            f"A resume skipped {entry.version} as damaged, and began branch {branch.number}",
+            todo="To see the damage: limpet verify",
+        )

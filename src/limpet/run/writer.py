@@ -121,7 +121,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
                 return _Start(branch=branch)
             version = newest.version
             if version != lineage.newest_version(self._catalog, listing):
-                reason = f"{len(skipped)} newer damaged"
+                reason = lineage.skipped_reason(skipped)
                 branch = lineage.start_branch(self._catalog, newest, version, reason)
             self.continue_from(newest, lineage.find_sessions(self._catalog, listing, newest))
             return _Start(str(version), newest.digest, branch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -212,7 +212,7 @@ class Resume:
         else:
             self.acquire_lock()  # only the writer of a run may change its current lineage
             ladder.record(snapshot)
-            reason = ladder.branch_reason or count_skipped(newer) or "on request"
+            reason = ladder.branch_reason or lineage.skipped_reason(newer) or "on request"
             number = lineage.start_branch(run.catalog, snapshot, version, reason)
         self._tell(ResumeInstruction(True, str(version), snapshot.digest, number))
         point = make_resume_point(snapshot, number, newer)
@@ -297,7 +297,7 @@ class Resume:
                 self.acquire_lock()
             self.ladder.record(snapshot, None if is_newest else in_tier.tier)
             if damaged:
-                reason = count_skipped(damaged)
+                reason = lineage.skipped_reason(damaged)
                 number = lineage.start_branch(self.run.catalog, snapshot, in_tier.version, reason)
             done = structs.replace(
                 instruction,
@@ -441,11 +441,6 @@ def describe_skipped(skipped: Sequence[Skipped]) -> list[str]:
         f"{format_list(found, _MAX_NAMES)} {'is' if len(found) == 1 else 'are'} skipped. {reason}"
         for reason, found in by_reason.items()
     ]
-
-
-def count_skipped(skipped: Sized) -> str:
-    """Return the reason for a branch that begins before these states; empty if there are none."""
-    return f"{len(skipped)} newer damaged" if skipped else ""
 
 
 @dataclass(frozen=True, slots=True)

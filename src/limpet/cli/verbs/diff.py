@@ -13,13 +13,19 @@ from limpet.cli.console import print_line, print_table, progress_bar
 from limpet.cli.exit_codes import DIFFERS
 from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import find_problem, resolve_snapshot
-from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.format import tree
 from limpet.format.config import compare_configs, describe_change
 from limpet.format.names import join_key
 from limpet.layout.select import make_key_filter, match_all
 from limpet.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
 from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.tree_rows import (
+    CONTAINER_KINDS,
+    TreeRow,
+    filter_rows,
+    format_short,
+    iter_tree_rows,
+)
 from limpet.text import format_count, format_size
 from limpet.types import DTYPES
 

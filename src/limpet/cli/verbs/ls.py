@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,69 +13,24 @@ from limpet.cli.console import Cell, format_age, print_line, print_table, progre
 from limpet.cli.output import describe_error, json_option
 from limpet.cli.resolve import resolve_run, resolve_runs
 from limpet.cli.watch import show_result
-from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, StoreError
-from limpet.format.names import Version
-from limpet.format.records import Branch, VersionLease
+from limpet.errors import FormatTooNew, LimpetError, NotFound
 from limpet.run.address import BOTH_MODES
-from limpet.run.catalog import VersionRecord, make_version_record
-from limpet.run.listing import Listing, list_all_files
-from limpet.run.overview import RunSummary, find_runs, summarize_runs
-from limpet.run.records import VersionEvaluations, find_statuses
+from limpet.run.listing import Listing
+from limpet.run.overview import (
+    ListResult,
+    RunSummary,
+    VersionEntry,
+    list_versions,
+    summarize_runs,
+)
+from limpet.run.records import find_statuses
 from limpet.run.run import Run
-from limpet.run.sweep import find_orphans
 from limpet.run.writer_lock import find_writer
 from limpet.snapshot.pins import describe_holder
 from limpet.storage.open import open_store
-from limpet.storage.store import Stat
 from limpet.text import format_count, format_metrics, format_size
 
 Runs = list[RunSummary]
-
-
-@dataclass(slots=True)
-class VersionEntry:
-    """One version. ``nbytes``: what deleting it frees; ``referred_bytes``: in files of other
-    versions. (Manifests would fill the memory.)"""
-
-    version: Version
-    on_lineage: bool
-    pinned: bool
-    nbytes: int
-    created: str
-    problem: LimpetError | None = None
-    record: VersionRecord = VersionRecord()  # noqa: RUF009  (frozen)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    referred_bytes: int = 0
-    reason: str | None = None
-    evaluations: VersionEvaluations = VersionEvaluations()  # noqa: RUF009  (frozen)
-    is_latest: bool = False
-
-    @property
-    def status(self) -> str:
-        if isinstance(self.problem, FormatTooNew):
-            return "too new"
-        if self.problem is not None:
-            return "damaged" if isinstance(self.problem, FormatError) else "unreadable"
-        if self.is_latest:
-            return "latest"
-        return "ok" if self.on_lineage else "abandoned"
-
-
-@dataclass(slots=True)
-class ListResult:
-    """What ``ls`` shows of a run; ``orphans``: files that no manifest names."""
-
-    run: Run
-    entries: list[VersionEntry]
-    branch: int
-    branches: dict[int, Branch | LimpetError]
-    orphans: list[Stat]
-    leases: Sequence[VersionLease] = ()
-    runs: Sequence[str] = ()  # the names of those directly in the folder of this one
-
-    @property
-    def latest(self) -> VersionEntry | None:
-        return next((e for e in self.entries if e.is_latest), None)
 
 
 @click.command("ls", short_help="List versions of a run, or runs: step, age, size, metrics, ...")
@@ -90,8 +44,8 @@ def command(place: str, watch: bool, as_json: bool) -> None:
     runs directly in FOLDER: newest intact version, age, size, running or not, and best metrics.
 
     Damaged versions and versions on abandoned branches are listed too. A version is intact here
-    if its manifest is valid, its files exist with their full length, and "verify", which reads the
-    bytes, has not found damage. --watch --json prints a line for each change.
+    if its manifest is valid, its files exist with their full length, and neither a resume nor
+    "verify", which read the bytes, has found damage. --watch --json prints a line for each change.
     """
     found = resolve_runs(place, quiet=as_json, require_version=not watch)
     watched = place if watch else None
@@ -130,64 +84,6 @@ def _read_versions(
 def _has_ended(result: ListResult) -> bool:
     run, writer = result.run, find_writer(result.run.store)
     return _have_ended([RunSummary("", run.catalog, ended=run.ended(), writer=writer)])
-
-
-def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
-    """Open every version. A version that is deleted in the meantime is omitted."""
-    lineage = set(run.line(listing))
-    files = list_all_files(run.store, listing)
-    entries: list[VersionEntry] = []
-    for version in listing.versions:
-        pinned = version in listing.lasting_pins
-        entry = _read_entry(run, version, version in lineage, pinned, files[version].stats)
-        if entry is not None:
-            entries.append(entry)
-        advance(1)
-    by_version = {e.version: e for e in entries}
-    orphans = [*find_orphans(files, {v: e.record for v, e in by_version.items()})]
-    for version, stat in orphans:
-        if version in by_version:
-            by_version[version].nbytes -= stat.length
-    usable = [e for e in entries if e.on_lineage and e.problem is None]
-    if usable:
-        usable[-1].is_latest = True
-    branches: dict[int, Branch | LimpetError] = {}
-    for number in listing.branches:
-        try:
-            branches[number] = run.read_branch(number)
-        except (FormatError, NotFound) as e:
-            branches[number] = e
-    return ListResult(
-        run,
-        entries,
-        run.branch(listing),
-        branches,
-        [*(stat for _, stat in orphans), *run.store.partials("")],
-        [*run.catalog.leases.live(listing.leases).values()],
-        find_runs(run.store),
-    )
-
-
-def _read_entry(
-    run: Run, version: Version, on_lineage: bool, pinned: bool, files: Sequence[Stat]
-) -> VersionEntry | None:
-    nbytes = sum(f.length for f in files)
-    modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
-    created = modified.isoformat(timespec="seconds")
-    entry = VersionEntry(version, on_lineage, pinned, nbytes, created)
-    try:
-        snapshot = run.catalog.open(version)
-        entry.created, entry.record = snapshot.manifest.created, make_version_record(snapshot)
-        entry.evaluations = run.catalog.evaluations.read(version, snapshot.digest)
-        entry.metrics = {**snapshot.metrics, **entry.evaluations.metrics()}
-        entry.referred_bytes = snapshot.referred_bytes
-        entry.reason = snapshot.metadata.get("reason")
-        run.catalog.check(snapshot, entry.evaluations)
-    except NotFound:
-        return None
-    except (FormatError, StoreError) as e:
-        entry.problem = e
-    return entry
 
 
 def _build_document(result: ListResult) -> dict[str, Any]:

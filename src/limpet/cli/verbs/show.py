@@ -11,7 +11,6 @@ import click
 from limpet.cli import output
 from limpet.cli.console import Cell, format_age, output_width, print_line, print_table, truncate
 from limpet.cli.resolve import find_problem, resolve_newest
-from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.errors import MissingLeaf
 from limpet.format import tree
 from limpet.format.config import config_entries
@@ -20,6 +19,14 @@ from limpet.format.names import parse_version, to_dotted
 from limpet.run.records import EvaluationStatus, find_statuses
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.tree_rows import (
+    CONTAINER_KINDS,
+    TreeRow,
+    describe_rows,
+    filter_rows,
+    iter_tree_rows,
+    subtree_totals,
+)
 from limpet.text import format_count, format_list, format_metrics, format_size, to_repr
 
 Layouts = dict[str, list[tuple[int, IndexBox]]]
@@ -55,13 +62,6 @@ def command(
         render(opened, rows, layouts, depth)
 
 
-def _container_name(row: TreeRow) -> str:
-    """Return what a container is: the class of a tensor subclass; ``dict`` for a module."""
-    if row.kind == "subclass":
-        return str(row.node["subclass"]["class"]).rpartition(".")[2]
-    return "dict" if "metadata" in row.node else row.kind
-
-
 def _read_layouts(snapshot: SnapshotReader) -> Layouts:
     layouts: Layouts = {}
     for number, index in enumerate(snapshot.indexes()):
@@ -75,7 +75,7 @@ def _build_document(
 ) -> dict[str, Any]:
     collapsed = [
         {"key": r.key, "kind": r.kind, "leaves": leaves, "bytes": nbytes}
-        for r, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True)
+        for r, (leaves, nbytes) in zip(rows, subtree_totals(rows), strict=True)
         if depth is not None and r.depth == depth - 1 and r.kind in CONTAINER_KINDS
     ]
     rows = [r for r in rows if depth is None or r.depth < depth]
@@ -200,53 +200,15 @@ def _table_lines(
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield name, description, size, style. Without containers, the names are complete keys."""
     nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
-    for row, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True):
+    for row, description, nbytes in describe_rows(rows):
         if depth is not None and row.depth >= depth:
             continue
         name = "  " * row.depth + row.key.rpartition("/")[2] if nested else row.key
-        if row.kind in CONTAINER_KINDS:
-            count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
-            size = format_size(nbytes) if nbytes else ""
-            yield name, f"{_container_name(row)}, {count}", size, "" if row.depth else "bold"
-        elif row.kind == "value":
-            yield name, format_short(row.value()), "", "cyan"
-        elif row.kind == "table":
-            rows_, dim, dtype, segments, nbytes = row.node.values()
-            text = f"table, {rows_:,} rows of {dim} {dtype}, {format_count(segments, 'segment')}"
-            yield name, text, format_size(nbytes), ""
-        else:
-            yield name, _describe_leaf(row), format_size(row.nbytes) if row.is_leaf else "", ""
+        is_top = row.kind in CONTAINER_KINDS and not row.depth
+        style = "bold" if is_top else "cyan" if row.kind == "value" else ""
+        yield name, description, "" if nbytes is None else format_size(nbytes), style
         for number, box in () if layouts is None else layouts.get(row.key, ()):
             dimensions = zip(box.offsets, box.sizes, strict=True)
             slices = ", ".join(f"{o}:{o + n}" for o, n in dimensions)
             indent = "  " * (row.depth + 1 if nested else 1)
             yield f"{indent}[{slices}]", f"shard {number} at byte {box.at}", "", "dim"
-
-
-def _subtree_totals(rows: Sequence[TreeRow]) -> list[list[int]]:
-    """Return the number of leaves and values below each row, and the bytes of the leaves."""
-    totals = [[0, 0] for _ in rows]
-    above: list[tuple[int, list[int]]] = []  # the depth and the totals of each open container
-    for row, own in zip(rows, totals, strict=True):
-        while above and above[-1][0] >= row.depth:
-            above.pop()
-        if row.kind in CONTAINER_KINDS:
-            above.append((row.depth, own))
-            continue
-        nbytes = row.nbytes
-        for _, total in above:
-            total[0] += 1
-            total[1] += nbytes
-    return totals
-
-
-def _describe_leaf(row: TreeRow) -> str:
-    shape = ", ".join(map(str, row.shape or ()))
-    if row.kind == "blob":
-        return f"{row.node['blob'][0]} [{shape}]"
-    if row.kind == "array" and len(row.node["array"]) > 2:
-        shape = ", ".join(map(str, (row.shape or ())[:-1]))  # the last dimension counts bytes
-        return f"array {row.node['array'][2]} [{shape}]"
-    kind = "array " if row.kind == "array" else ""
-    tied = f" = {row.tied_to}" if row.tied_to is not None else ""
-    return f"{kind}{row.dtype} [{shape}]{tied}"

@@ -11,7 +11,7 @@ from limpet.format import torch_types, tree
 from limpet.format.names import join_key
 from limpet.layout.select import make_key_filter
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import LongRepr
+from limpet.text import LongRepr, format_count
 from limpet.types import DTYPES
 
 CONTAINER_KINDS = ("dict", "ordered", "counter", "list", "tuple", *tree.PART_TAGS)
@@ -74,6 +74,58 @@ def iter_tree_rows(snapshot: SnapshotReader, *, by_table: bool = False) -> Itera
             yield TreeRow(row.key, row.depth, "table", node)
         elif row.depth >= 0 and not (above and row.key.startswith(above)):
             yield row
+
+
+def describe_rows(rows: Sequence[TreeRow]) -> Iterator[tuple[TreeRow, str, int | None]]:
+    """Yield each row with a description, and the bytes of its elements, if it has any."""
+    for row, (leaves, nbytes) in zip(rows, subtree_totals(rows), strict=True):
+        if row.kind in CONTAINER_KINDS:
+            count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
+            yield row, f"{_container_name(row)}, {count}", nbytes or None
+        elif row.kind == "value":
+            yield row, format_short(row.value()), None
+        elif row.kind == "table":
+            length, dim, dtype, segments, _ = row.node.values()
+            text = f"table, {length:,} rows of {dim} {dtype}, {format_count(segments, 'segment')}"
+            yield row, text, row.nbytes
+        else:
+            yield row, _describe_leaf(row), row.nbytes if row.is_leaf else None
+
+
+def _container_name(row: TreeRow) -> str:
+    """Return what a container is: the class of a tensor subclass; ``dict`` for a module."""
+    if row.kind == "subclass":
+        return str(row.node["subclass"]["class"]).rpartition(".")[2]
+    return "dict" if "metadata" in row.node else row.kind
+
+
+def subtree_totals(rows: Sequence[TreeRow]) -> list[list[int]]:
+    """Return the number of leaves and values below each row, and the bytes of the leaves."""
+    totals = [[0, 0] for _ in rows]
+    above: list[tuple[int, list[int]]] = []  # the depth and the totals of each open container
+    for row, own in zip(rows, totals, strict=True):
+        while above and above[-1][0] >= row.depth:
+            above.pop()
+        if row.kind in CONTAINER_KINDS:
+            above.append((row.depth, own))
+            continue
+        nbytes = row.nbytes
+        for _, total in above:
+            total[0] += 1
+            total[1] += nbytes
+    return totals
+
+
+def _describe_leaf(row: TreeRow) -> str:
+    shape = ", ".join(map(str, row.shape or ()))
+    if row.kind == "blob":
+        return f"{row.node['blob'][0]} [{shape}]"
+    if row.kind == "array" and len(row.node["array"]) > 2:
+        shape = ", ".join(map(str, (row.shape or ())[:-1]))  # the last dimension counts bytes
+        return f"array {row.node['array'][2]} [{shape}]"
+    kind = "array " if row.kind == "array" else ""
+    tied = f" = {row.tied_to}" if row.tied_to is not None else ""
+    return f"{kind}{row.dtype} [{shape}]{tied}"
 
 
 def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:
