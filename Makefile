@@ -8,10 +8,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: chaos compare demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-crash test-frameworks test-loops test-python test-stores test-upstream tools servers lint ci bench clean
 
+# pip 25.1 is the first that installs dependency groups.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet -c constraints.txt --upgrade 'pip>=25.1'
 	$(VENV)/bin/pip install --quiet -c constraints.txt torch==2.13.0
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e . --group dev
 	touch $@
 
 # The other libraries whose states and files the tests use. torchvision cannot be imported beside the CPU build of
@@ -19,7 +21,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 # torchtitan asks for an older datasets than the newest huggingface_hub allows, so what it imports is listed.
 TITAN := torchtitan torch_checkpointing spmd_types tyro docstring_parser typeguard einops
 .zoo/.ready: $(VENV)/.ready
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[zoo]' || echo "Not installed: the packages of tests/zoo"
+	$(VENV)/bin/pip install --quiet -c constraints.txt --group zoo || echo "Not installed: the packages of tests/zoo"
 	$(VENV)/bin/pip install --quiet -c constraints.txt --no-deps --upgrade --target .zoo torchvision timm || \
 		echo "Not installed: torchvision and timm, for tests/zoo"
 	$(VENV)/bin/pip install --quiet -c constraints.txt --no-deps --upgrade --target .zoo $(TITAN) || \
@@ -148,12 +150,13 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --config-file bench/mypy.ini -p bench
 
-# s3fs needs an older boto3 than the tests use: the extra pins it.
+# s3fs needs an older boto3 than the tests use: the group pins it.
 .venv-bench/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet -c constraints.txt --upgrade 'pip>=25.1'
 	sed '/^boto/d; /^awscrt/d' constraints.txt > .venv-bench/constraints.txt
 	.venv-bench/bin/pip install --quiet -c constraints.txt torch==2.13.0
-	.venv-bench/bin/pip install --quiet -c .venv-bench/constraints.txt -e '.[bench]'
+	.venv-bench/bin/pip install --quiet -c .venv-bench/constraints.txt -e . --group bench
 	touch $@
 
 bench: .venv-bench/.ready
