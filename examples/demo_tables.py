@@ -60,7 +60,7 @@ def ray_cluster(folder: str) -> Iterator[None]:
     ) as process:
         os.environ["RAY_ADDRESS"] = process.stdout.readline().strip() if process.stdout else ""
         if not os.environ["RAY_ADDRESS"]:
-            raise CheckFailed("a Ray cluster started (pip install ray)")
+            raise CheckFailed('a Ray cluster started (pip install "limpet[ray]")')
         yield  # then its input is closed, which ends it
 
 

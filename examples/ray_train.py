@@ -2,7 +2,7 @@
 
     python examples/ray_train.py --storage /tmp/results
 
-Needs ``pip install "ray[train]" torch``. It uses the Ray cluster in ``RAY_ADDRESS``, or else
+Needs ``pip install "limpet[torch,ray-train]"``. It uses the Ray cluster in ``RAY_ADDRESS``, or else
 starts one. A second start continues the training, with ``--epochs 8`` for example.
 """
 

@@ -73,6 +73,16 @@ def test_saving_arrays_does_not_import_torch():
     assert run_in_new_interpreter(code) == "[]"
 
 
+def test_the_help_of_all_commands_imports_none_of_them():
+    code = (
+        "import sys, limpet.cli\n"
+        "text = limpet.cli.cli.get_help(limpet.cli.click.Context(limpet.cli.cli))\n"
+        "assert all(f'  {verb}  ' in text for verb in limpet.cli.VERBS)\n"
+        "print([m for m in sys.modules if m.startswith(('rich', 'numpy', 'limpet.cli.verbs'))])"
+    )
+    assert run_in_new_interpreter(code) == "[]"
+
+
 def test_a_step_that_saves_imports_nothing():
     """An import takes time in which the training waits, and leaves Python's import lock acquired if
     a signal handler raises."""

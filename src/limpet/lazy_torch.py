@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from limpet.errors import LimpetError
+from limpet.text import advise_install
 from limpet.types import DTYPES
 
 
@@ -20,7 +21,7 @@ def import_torch(what: str) -> Any:
     try:
         import torch
     except ImportError as e:
-        raise LimpetError(what, todo="Install it: pip install torch") from e
+        raise LimpetError(what, todo=advise_install("torch")) from e
     return torch
 
 

@@ -25,6 +25,11 @@ VERIFY_ADVICE = "Load another version; `limpet verify` lists the intact ones"
 PIN_ADVICE = "Load another version; `limpet pin RUN STEP` protects a version"
 
 
+def advise_install(extra: str) -> str:
+    """Return the advice to install what an extra of this package brings, such as "torch"."""
+    return f'Install it: pip install "limpet[{extra}]"'
+
+
 def with_article(noun: str) -> str:
     """Return the noun with its indefinite article: ``a dict``, ``an int``."""
     return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"

@@ -386,7 +386,7 @@ def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path):
 def test_the_error_without_torch_says_what_to_do(monkeypatch):
     snapshot = limpet.open(save_state({"a": np.ones(2)}))
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(LimpetError, match="pip install"):
+    with pytest.raises(LimpetError, match=r'pip install "limpet\[torch\]"'):
         prepare_export(reader_of(snapshot), "memory://x/y", "torch")
 
 

@@ -24,7 +24,7 @@ def test_the_cases_pass_in_a_process_of_their_own():
 
 def test_without_ray_the_engine_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(LimpetError, match=r"needs the package ray.*pip install ray"):
+    with pytest.raises(LimpetError, match=r'needs the package ray\. .*"limpet\[ray\]"'):
         evaluation(tmp_path / "run", workers=Workers(1, ray={}))
 
 

@@ -126,7 +126,7 @@ def test_no_command_imports_torch_and_a_load_does_or_says_that_it_needs_it(tmp_p
     assert {"key": "dtype", "value": "torch.bfloat16"} in values
     devices = ["torch.device('cpu')", "torch.device('cuda:1')", "torch.device('meta')"]
     assert {"key": "devices", "value": devices} in values
-    assert "Install it: pip install torch" in loads
+    assert 'Install it: pip install "limpet[torch]"' in loads
     assert loads.endswith("torch.bfloat16\n")
 
 

@@ -48,7 +48,7 @@ def test_prometheus_counters_and_gauges():
 
 def test_the_error_without_the_client_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(LimpetError, match=r"pip install prometheus_client"):
+    with pytest.raises(LimpetError, match=r'pip install "limpet\[prometheus\]"'):
         sinks.Prometheus()
 
 

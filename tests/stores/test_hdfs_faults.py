@@ -585,7 +585,7 @@ def test_what_people_get_wrong(hdfs, monkeypatch, tmp_path):
             store.put_if_absent(key, b"1")
         assert not isinstance(caught.value, AlreadyExists | Unavailable)
     monkeypatch.setitem(sys.modules, "hdfs_native", None)
-    with pytest.raises(StoreError, match=r"pip install hdfs-native"):
+    with pytest.raises(StoreError, match=r'pip install "limpet\[hdfs\]"'):
         limpet.open_store("hdfs://other/x")
 
 

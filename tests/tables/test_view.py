@@ -706,6 +706,6 @@ def test_servers_need_ray(monkeypatch, tmp_path):
     training = Training(str(tmp_path), WORDS)
     with (
         training.saving(),
-        pytest.raises(LimpetError, match=r"servers= needs the package ray: pip install ray"),
+        pytest.raises(LimpetError, match=r"servers= needs the package ray\. Install"),
     ):
         tables.open(training.save(), servers=2)

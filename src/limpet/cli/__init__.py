@@ -31,23 +31,25 @@ from limpet.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from limpet.errors import LimpetError
 from limpet.text import hide_secrets
 
-VERBS = (
-    "ls",
-    "best",
-    "show",
-    "verify",
-    "diff",
-    "copy",
-    "reshard",
-    "import",
-    "export",
-    "evaluate",
-    "pin",
-    "rm",
-    "sweep",
-    "request-save",
-    "run",
-)
+VERBS = {
+    "ls": "List versions of a run, or runs: step, age, size, metrics, ...",
+    "best": "Rank the runs in a folder by a metric, the best version first.",
+    "show": "Show what a snapshot contains: the tree, shapes, sizes.",
+    "verify": "Read every byte and compare it with its digest.",
+    "diff": "Compare two snapshots, down to the bytes.",
+    "copy": "Copy a snapshot or a run, and check every byte.",
+    "reshard": "Write a snapshot again in N shards.",
+    "import": "Save another library's checkpoint as a version.",
+    "export": "Write a snapshot's tensors in another format.",
+    "evaluate": "Evaluate the versions of a run with several workers.",
+    "pin": "Protect a version from deletion.",
+    "rm": "Delete versions.",
+    "sweep": "Remove files of saves that were never committed.",
+    "request-save": "Request a save from a running training.",
+    "run": "Run a training; the exit code says what to do next.",
+}
+"""The verbs, with the line of `limpet --help`, which must not wait for the imports of all."""
+
 _IN_RECORDS = ("pin", "rm")
 """The verbs that share a module, in which each has its own name."""
 
@@ -97,12 +99,17 @@ class VerbGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
         module = cmd_name.replace("-", "_") + "_" * iskeyword(cmd_name)
         module, name = ("records", cmd_name) if cmd_name in _IN_RECORDS else (module, "command")
         command: click.Command = getattr(import_module(f"limpet.cli.verbs.{module}"), name)
+        command.short_help = VERBS[cmd_name]
         for param in command.params:
             if isinstance(param, click.Argument) and param.type is click.STRING:
                 param.type = param.type if param.callback else _LocationType()

@@ -14,7 +14,7 @@ from limpet.arguments import require
 from limpet.errors import LimpetError
 from limpet.machine import OPEN_FLAGS, full_path
 from limpet.sinks.wording import STYLES, bytes_per_second, describe_event, number_field
-from limpet.text import to_json_value
+from limpet.text import advise_install, to_json_value
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -141,7 +141,7 @@ class Prometheus:
         except ImportError as e:
             raise LimpetError(
                 "The Prometheus sink needs the package prometheus_client",
-                todo="Install it: pip install prometheus_client",
+                todo=advise_install("prometheus"),
             ) from e
         target = REGISTRY if registry is None else registry
         self._clock = clock

@@ -22,7 +22,6 @@ from limpet.deadline import Deadline, call_within
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
 from limpet.settings import OBSTORE_VARIABLES, find_variables
 from limpet.storage.options import (
-    INSTALL,
     LONGEST_TIMEOUT,
     WEB_URL,
     BucketOptions,
@@ -40,7 +39,7 @@ from limpet.storage.store import (
     replaced_error,
     short_read_error,
 )
-from limpet.text import hide_secrets, with_article
+from limpet.text import advise_install, hide_secrets, with_article
 from limpet.types import BLOCK_SIZE, MIB
 from limpet.version import __version__
 
@@ -219,7 +218,7 @@ def shared_server(options: CloudOptions) -> CloudServer:
         import obstore  # noqa: F401
     except ImportError as e:
         kind = with_article(f"{options.scheme}:// store").capitalize()
-        raise StoreError(f"{kind} needs the package obstore", todo=INSTALL) from e
+        raise StoreError(f"{kind} needs the package obstore", todo=advise_install("cloud")) from e
     if not _process:
         _process.append(os.getpid())
     if _process[0] != os.getpid():

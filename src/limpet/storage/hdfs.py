@@ -37,11 +37,10 @@ from limpet.storage.store import (
     lost_upload_error,
     weak_store_error,
 )
+from limpet.text import advise_install
 from limpet.types import BLOCK_SIZE, MIB
 
 T = TypeVar("T")
-
-INSTALL = "Install it: pip install hdfs-native"
 
 _CLOSE_PAUSES = (0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 """Seconds before each look at whether the last block of a file that is closed was reported."""
@@ -136,7 +135,9 @@ def shared_server(server: str, options: HdfsOptions) -> HdfsServer:
     try:
         import hdfs_native  # noqa: F401
     except ImportError as e:
-        raise StoreError("An hdfs:// store needs the package hdfs-native", todo=INSTALL) from e
+        raise StoreError(
+            "An hdfs:// store needs the package hdfs-native", todo=advise_install("hdfs")
+        ) from e
     key = (os.getpid(), server, options)
     found = _servers.get(key)
     return _servers.setdefault(key, HdfsServer(server, options)) if found is None else found

@@ -16,7 +16,6 @@ from limpet.types import MIB
 MIN_PART = 5 * MIB
 """The least length of a part other than the last one (the limit of S3 and of Google)."""
 
-INSTALL = "Install them: pip install 'boto3[crt]' obstore"
 WEB_URL = "http://HOST or https://HOST, without a password"
 
 _TIMEOUTS = (1, 4, 15, 60)

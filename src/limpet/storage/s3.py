@@ -24,7 +24,6 @@ from limpet.deadline import Call, Deadline, call_within
 from limpet.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
 from limpet.settings import BOTO3_VARIABLES, find_variables
 from limpet.storage.options import (
-    INSTALL,
     LONGEST_TIMEOUT,
     WEB_URL,
     BucketOptions,
@@ -47,7 +46,7 @@ from limpet.storage.store import (
     replaced_error,
     short_read_error,
 )
-from limpet.text import hide_secrets
+from limpet.text import advise_install, hide_secrets
 from limpet.types import MIB
 from limpet.version import __version__
 
@@ -233,7 +232,9 @@ def shared_server(options: S3Options) -> S3Server:
     try:
         import boto3  # noqa: F401
     except ImportError as e:
-        raise StoreError("An s3:// store needs the package boto3", todo=INSTALL) from e
+        raise StoreError(
+            "An s3:// store needs the package boto3", todo=advise_install("cloud")
+        ) from e
     key, variables = (os.getpid(), options), find_variables(BOTO3_VARIABLES)
     with _lock:
         found = _servers.get(key)
@@ -640,7 +641,9 @@ def crc32c(views: Sequence[memoryview]) -> str:
     try:
         from awscrt.checksums import crc32c as update
     except ImportError as e:
-        raise StoreError("An s3:// store needs the package awscrt", todo=INSTALL) from e
+        raise StoreError(
+            "An s3:// store needs the package awscrt", todo=advise_install("cloud")
+        ) from e
     value = reduce(lambda crc, view: update(view, crc), views, 0)
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 

@@ -14,7 +14,7 @@ from typing import Any
 from limpet.arguments import require
 from limpet.errors import LimpetError
 from limpet.settings import ray_address
-from limpet.text import to_repr
+from limpet.text import advise_install, to_repr
 
 _OPTIONS = (
     "num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector",
@@ -66,7 +66,7 @@ def connect(user: str) -> Any:
     try:
         import ray
     except ImportError as e:
-        raise LimpetError(f"{user} needs the package ray: pip install ray") from e
+        raise LimpetError(f"{user} needs the package ray", todo=advise_install("ray")) from e
     if not ray.is_initialized():
         _require_listener(ray_address())
         try:

@@ -12,7 +12,7 @@ from limpet.run.overview import find_runs, rank_runs, summarize_run
 from limpet.text import format_value
 
 
-@click.command("best", short_help="Rank the runs in a folder by a metric, the best version first.")
+@click.command("best")
 @click.argument("place", metavar="FOLDER|RUN")
 @click.option("--metric", help="By default, the only one whose mode is recorded.")
 @click.option("--mode", type=click.Choice(["min", "max"]), help="By default, as recorded.")

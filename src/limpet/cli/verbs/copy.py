@@ -61,7 +61,7 @@ class CopyResult:
     pins: int = 0
 
 
-@click.command("copy", short_help="Copy a snapshot or a run, and check every byte.")
+@click.command("copy")
 @click.argument("a")
 @click.argument("b")
 @json_option

@@ -62,7 +62,7 @@ class Differences:
         return not (self.only_a or self.only_b or self.changes)
 
 
-@click.command("diff", short_help="Compare two snapshots, down to the bytes.")
+@click.command("diff")
 @click.argument("a")
 @click.argument("b")
 @keys_option

@@ -38,7 +38,7 @@ from limpet.text import format_list, to_printable
 from limpet.threads import no_op
 
 
-@click.command("evaluate", short_help="Evaluate the versions of a run with several workers.")
+@click.command("evaluate")
 @click.argument("run", required=False)
 @click.option(
     "--with",

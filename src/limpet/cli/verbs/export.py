@@ -29,7 +29,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     raise click.BadParameter(f"{value!r} is not a size; write 5GB, 500MB, or 4GiB")
 
 
-@click.command("export", short_help="Write a snapshot's tensors in another format.")
+@click.command("export")
 @click.argument("snapshot")
 @click.argument("to", metavar="DIR")
 @click.option(

@@ -26,7 +26,7 @@ from limpet.state.flatten import flatten
 from limpet.text import format_count, format_list, format_size
 
 
-@click.command("import", short_help="Save another library's checkpoint as a version.")
+@click.command("import")
 @click.argument("file_or_dir")
 @click.argument("run")
 @click.option(

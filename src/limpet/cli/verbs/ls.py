@@ -33,7 +33,7 @@ from limpet.text import format_count, format_metrics, format_size
 Runs = list[RunSummary]
 
 
-@click.command("ls", short_help="List versions of a run, or runs: step, age, size, metrics, ...")
+@click.command("ls")
 @click.argument("place", metavar="RUN|FOLDER")
 @click.option(
     "--watch", is_flag=True, help="Show changes until the training ends. The run must exist."

@@ -19,7 +19,7 @@ from limpet.run.run import Run
 from limpet.text import format_size
 
 
-@click.command("pin", short_help="Protect a version from deletion.")
+@click.command("pin")
 @click.argument("version", metavar="RUN STEP|SNAPSHOT", nargs=-1, required=True)
 @click.option("--remove", is_flag=True, help="Unpin the version: it may be deleted again.")
 @json_option
@@ -42,7 +42,7 @@ def pin(ctx: click.Context, version: Sequence[str], remove: bool, as_json: bool)
         print_line(f"{found} is {'no longer ' if remove else ''}pinned")
 
 
-@click.command("rm", short_help="Delete versions.")
+@click.command("rm")
 @click.argument("versions", metavar="RUN STEP...|SNAPSHOT", nargs=-1, required=True)
 @json_option
 def rm(versions: Sequence[str], as_json: bool) -> None:

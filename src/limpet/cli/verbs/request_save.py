@@ -13,7 +13,7 @@ from limpet.format.names import random_id
 from limpet.run.save_request import put_request, request_and_wait
 
 
-@click.command("request-save", short_help="Request a save from a running training.")
+@click.command("request-save")
 @click.argument("run")
 @duration_option("--timeout", "300s", "Stop waiting after this time: 90 (seconds), 15m, 24h.")
 @click.option("--no-wait", is_flag=True, help="Do not wait for the version.")

@@ -20,7 +20,7 @@ from limpet.text import format_count, format_size
 from limpet.types import DTYPES
 
 
-@click.command("reshard", short_help="Write a snapshot again in N shards.")
+@click.command("reshard")
 @click.argument("snapshot")
 @click.argument("dest")
 @click.option(

@@ -46,7 +46,6 @@ def _parse_grace(ctx: click.Context, param: click.Parameter, value: str) -> floa
 
 @click.command(
     "run",
-    short_help="Run a training; the exit code says what to do next.",
     context_settings={"allow_interspersed_args": False},
 )
 @duration_option(

@@ -32,7 +32,7 @@ from limpet.text import format_count, format_list, format_metrics, format_size, 
 Layouts = dict[str, list[tuple[int, IndexBox]]]
 
 
-@click.command("show", short_help="Show what a snapshot contains: the tree, shapes, sizes.")
+@click.command("show")
 @click.argument("snapshot")
 @output.keys_option
 @click.option("--depth", type=click.IntRange(1), help="Number of levels of the tree to show.")

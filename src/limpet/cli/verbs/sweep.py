@@ -11,7 +11,7 @@ from limpet.run.sweep import SweepResult
 from limpet.text import format_count, format_size
 
 
-@click.command("sweep", short_help="Remove files of saves that were never committed.")
+@click.command("sweep")
 @click.argument("run")
 @duration_option("--grace", "24h", "Keep files that are younger: 90 (seconds), 15m, 24h, 7d.")
 @click.option("--abandoned", is_flag=True, help="Also delete the versions on abandoned branches.")

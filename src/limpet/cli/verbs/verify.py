@@ -52,7 +52,7 @@ class VerifyResult:
     is_version: bool = True
 
 
-@click.command("verify", short_help="Read every byte and compare it with its digest.")
+@click.command("verify")
 @click.argument("run_or_snapshot", metavar="RUN|SNAPSHOT")
 @json_option
 @click.pass_context
