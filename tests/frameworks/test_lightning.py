@@ -51,7 +51,7 @@ KILLS = {
     "maximum steps": [Kill(3), Kill(5), Kill(8)],
     "overfitted": [Kill(1), Kill(2)],
     "skipping": [Kill(1), Kill(2), Kill(4)],
-    "one cycle": [Kill(3), Kill(5)],
+    "one cycle": [Kill(3), Kill(5)],  # estimated_stepping_batches: see Lightning#20550
     "reloaded": [Kill(2), Kill(3), Kill(8)],
     "scaler": [Kill(3), Kill(5)],
     "callback": [Kill(3), Kill(5)],
