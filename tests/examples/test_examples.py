@@ -131,7 +131,6 @@ STOP_AT_THE_COMMIT = """
 import os, sys
 sys.path.insert(0, sys.argv.pop(1))
 import fsdp, limpet
-from tests.waiting import run_process
 
 step = limpet.Checkpointer.step
 

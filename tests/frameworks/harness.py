@@ -43,6 +43,7 @@ class Kill(NamedTuple):
 
 
 _kill: Kill | None = None
+_other_ranks: list[int] = []  # their processes, in the last rank, which is the one that is killed
 
 
 def reach(mark: str) -> None:
@@ -57,6 +58,9 @@ def _end():
             checkpointer._saver.wait()
     sys.stdout.flush()
     sys.stderr.flush()
+    if _kill.signal == signal.SIGKILL:  # before they notice that this rank is gone
+        for pid in _other_ranks:
+            os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), _kill.signal)
     time.sleep(0.1)  # the thread that watches for a notice must see it before the training ends
 
@@ -177,17 +181,11 @@ def _run(name, run, arguments, kill, ranks, output):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    pids = [
-        fork(partial(_train, name, run, arguments, kill, (rank, ranks), port, output))
-        for rank in range(ranks)
-    ]
-    codes = [0] * ranks
-    for rank in reversed(range(ranks)):  # the last rank is the one that is killed
-        codes[rank] = wait(pids[rank], end)
-        if kill is not None and codes == [0] * (ranks - 1) + [-signal.SIGKILL]:
-            for other in pids[:-1]:
-                os.kill(other, signal.SIGKILL)
-    return codes
+    _other_ranks.clear()
+    for rank in range(ranks):
+        train = partial(_train, name, run, arguments, kill, (rank, ranks), port, output)
+        _other_ranks.append(fork(train))
+    return [wait(pid, end) for pid in _other_ranks]
 
 
 def _train(name, run, arguments, kill, place, port, output):

@@ -103,12 +103,12 @@ class UserStore(MemoryStore):
 @pytest.mark.parametrize("kind", ["fsspec", "of a user"])
 @pytest.mark.parametrize("late", [False, True])
 def test_no_pin_remains_of_a_load_that_ends_after_its_deadline(monkeypatch, kind, late):
-    monkeypatch.setattr(deadline, "CLEANUP_SECONDS", 0.05 if late else 20)
+    monkeypatch.setattr(deadline, "CLEANUP_SECONDS", 0.5 if late else 20)
     url = f"fsspec+memory://{uuid.uuid4().hex}"
     store: Any = UserStore() if kind == "of a user" else open_store(url, allow_weak=True)
     store.put_if_absent("version_1/manifest.json", b"any")
     location = Location(store, "version_1").limit("load", 0.2)
     with pins.pin_while_reading(location, pins.MIN_PINNED_BYTES):
         assert [key for key in keys(store) if key.startswith("pin-")] != []
-        time.sleep(0.4)
+        time.sleep(0.8 if late else 0.3)
     assert [key for key in keys(store) if key.startswith("pin-")] == []
