@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos compare demo demo-elastic demo-evaluate demo-tables quick reference test test-chaos test-crash test-frameworks test-loops test-python test-stores test-upstream tools servers lint ci bench clean
+.PHONY: chaos chromium compare demo demo-elastic demo-evaluate demo-tables quick reference site test test-chaos test-crash test-frameworks test-loops test-python test-site test-stores test-upstream tools servers lint ci bench clean
 
 # pip 25.1 is the first that installs dependency groups.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -60,11 +60,13 @@ demo-tables: .venv-demo/.ray
 	@.venv-demo/bin/python examples/demo_tables.py
 
 # A few tests need more than Python. Where this cannot be installed, those tests are skipped with the reason.
-tools:
-	@for t in xfs_io mkfs.ext4 sbatch; do command -v $$t >/dev/null || missing=1; done; \
+install_tools = @for t in $(1); do command -v $$t >/dev/null || missing=1; done; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
-			--no-install-recommends xfsprogs e2fsprogs slurm-client) >/dev/null 2>&1 || true; fi
+			--no-install-recommends $(2)) >/dev/null 2>&1 || true; fi
+
+tools:
+	$(call install_tools,xfs_io mkfs.ext4 sbatch,xfsprogs e2fsprogs slurm-client)
 
 # The inner loop: under 90 seconds on two idle cores. A mistake in any layer below `integrations` shows here. What starts
 # processes, waits, or counts long is marked `slow`.
@@ -134,13 +136,29 @@ test-stores: $(VENV)/.ready servers
 compare: .zoo/.ready
 	$(RUN) -m tests.frameworks.compare
 
-# build/reference.md, from the docstrings of the public names.
+# build/reference, from the docstrings of the public names.
 reference: $(VENV)/.ready
 	$(RUN) -m tests.docs.reference
 
+.venv-site/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/pip install --quiet -c constraints.txt zensical
+	touch $@
+
+# The documents and the reference as build/site. A link or an anchor that leads nowhere is an error.
+site: reference .venv-site/.ready
+	.venv-site/bin/python -m tests.docs.site
+
+chromium:
+	$(call install_tools,chromium chromedriver,chromium chromium-driver)
+
+# The site in a browser: build/screenshots, and the search.
+test-site: site chromium
+	$(RUN) -m pytest -q -m site tests/docs/test_site.py
+
 # What CI runs. test-crash waits half of the time, so the others go on beside it.
 ci: test
-	$(MAKE) -j4 --output-sync=target lint test-python test-crash test-loops
+	$(MAKE) -j4 --output-sync=target lint test-python test-crash test-loops test-site
 	$(MAKE) test-stores STORES=--require-servers
 
 lint: $(VENV)/.ready
@@ -163,4 +181,4 @@ bench: .venv-bench/.ready
 	.venv-bench/bin/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-demo .zoo .venv-bench .servers .pythons .oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-demo .venv-site .zoo .venv-bench .servers .pythons .oldest build dist .pytest_cache .mypy_cache .ruff_cache .cache .hypothesis
