@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos chromium compare demo demo-elastic demo-evaluate demo-tables quick reference site test test-chaos test-crash test-frameworks test-loops test-python test-site test-stores test-upstream tools servers lint ci bench clean
+.PHONY: changelog chaos chromium compare demo demo-elastic demo-evaluate demo-tables man quick reference release-check site test test-chaos test-crash test-frameworks test-loops test-python test-site test-stores test-upstream tools servers lint ci bench clean
 
 # pip 25.1 is the first that installs dependency groups.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -156,9 +156,28 @@ chromium:
 test-site: site chromium
 	$(RUN) -m pytest -q -m site tests/docs/test_site.py
 
+# The tools that build a release, apart from what Limpet is developed and tested with.
+.venv-release/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet -c constraints.txt --upgrade 'pip>=25.1'
+	.venv-release/bin/pip install --quiet -c constraints.txt --group release
+	touch $@
+
+# The package as a user gets it: built, installed without torch and with it, and used. TAG=v0.1.0: may it be released?
+release-check: $(VENV)/.ready .venv-release/.ready
+	@TAG=$(TAG) $(RUN) -m tests.release
+
+# Moves the fragments of changes/ into a section of CHANGELOG.md. VERSION=0.2.0
+changelog: .venv-release/.ready
+	.venv-release/bin/towncrier build --yes --version $(VERSION)
+
+# build/man, the manual pages of the commands.
+man: $(VENV)/.ready
+	$(RUN) -m tests.docs.man
+
 # What CI runs. test-crash waits half of the time, so the others go on beside it.
 ci: test
-	$(MAKE) -j4 --output-sync=target lint test-python test-crash test-loops test-site
+	$(MAKE) -j4 --output-sync=target lint test-python test-crash test-loops test-site release-check
 	$(MAKE) test-stores STORES=--require-servers
 
 lint: $(VENV)/.ready
@@ -181,4 +200,4 @@ bench: .venv-bench/.ready
 	.venv-bench/bin/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-demo .venv-site .zoo .venv-bench .servers .pythons .oldest build dist .pytest_cache .mypy_cache .ruff_cache .cache .hypothesis
+	rm -rf $(VENV) .venv-demo .venv-release .venv-site .zoo .venv-bench .servers .pythons .oldest build dist .pytest_cache .mypy_cache .ruff_cache .cache .hypothesis

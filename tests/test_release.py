@@ -1,15 +1,23 @@
 """The package as others see it: its name, its extras, and its advice on an installation."""
 
 import re
+import shutil
+import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import limpet
 from limpet import sinks
+from limpet.cli import VERBS, cli
 from limpet.errors import LimpetError
+from tests import release
+from tests.docs import man
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -120,3 +128,147 @@ def test_a_fragment_of_the_changelog_has_a_type_that_towncrier_knows():
     assert not [n for n in names if not re.fullmatch(rf"(\d+|\+[\w-]+)\.({types})\.md", n)]
     explained = (ROOT / "changes/README.md").read_text()
     assert all(f"`{name}`" in explained for name in types.split("|"))
+
+
+def test_what_the_code_host_reads_agrees_with_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == limpet.__version__
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert citation["repository-code"] == PROJECT["project"]["urls"]["Source"]
+    pythons = {c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if "Python ::" in c}
+    steps = load_workflow("ci")["jobs"]["ci"]["steps"]
+    (tested,) = [s["with"]["python-version"].split() for s in steps if "setup-python" in str(s)]
+    assert {*tested} == pythons
+    assert tested[-1] == min(pythons, key=lambda p: int(p.partition(".")[2]))
+
+
+def load_workflow(name):
+    return yaml.load((ROOT / f".github/workflows/{name}.yml").read_text(), yaml.BaseLoader)
+
+
+def test_only_a_tag_publishes_and_only_after_the_checks_of_that_tag():
+    workflow = load_workflow("release")
+    assert workflow["on"] == {"push": {"tags": ["v*"]}}
+    jobs = workflow["jobs"]
+    assert jobs["ci"] == {"uses": "./.github/workflows/ci.yml"}
+    commands = [step.get("run", "") for step in jobs["build"]["steps"]]
+    assert 'make release-check TAG="$GITHUB_REF_NAME"' in commands
+    assert jobs["publish"]["needs"] == ["ci", "build"]
+    assert jobs["announce"]["needs"] == "publish"
+
+
+def test_a_workflow_may_do_only_what_its_jobs_need():
+    for name in ("ci", "release"):
+        workflow = load_workflow(name)
+        assert workflow["permissions"] == {"contents": "read"}
+        extra = {n: j["permissions"] for n, j in workflow["jobs"].items() if "permissions" in j}
+        more = {"publish": {"id-token": "write"}, "announce": {"contents": "write"}}
+        assert extra == (more if name == "release" else {})
+        text = (ROOT / f".github/workflows/{name}.yml").read_text()
+        assert "secrets." not in text
+        assert re.findall(r"uses: (?!\./|\S+@[0-9a-f]{40} # v\d)", text) == []
+        # what a branch or a tag is called must not become code
+        assert not re.search(r"run:.*\$\{\{", text)
+
+
+def test_a_report_of_a_bug_must_have_the_versions_and_the_listing():
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    required = {f["id"]: f for f in form["body"] if f.get("validations", {}).get("required")}
+    assert "limpet ls RUN --json" in required["ls"]["attributes"]["description"]
+    assert "limpet --version" in required["versions"]["attributes"]["description"]
+
+
+DATED = "# Changes\n\n## 0.2.0 (2027-01-31)\n\nText\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "changelog", "fragments", "message"),
+    [
+        ("0.2.0", DATED, [], "0.2.0 is not the tag of version 0.2.0"),
+        ("v0.2.1", DATED, [], "v0.2.1 is not the tag of version 0.2.0"),
+        ("v0.2.0.dev1", DATED, [], "is not the tag"),
+        ("v0.2.0", DATED.replace("2027-01-31", "unreleased"), [], "no section '## 0.2.0 "),
+        ("v0.2.0", DATED.replace("0.2.0", "0x2.0"), [], "no section '## 0.2.0 "),
+        ("v0.2.0", DATED, ["7.added.md"], "7.added.md"),
+    ],
+)
+def test_a_wrong_tag_is_not_released(tag, changelog, fragments, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        release.check_tag(tag, "0.2.0", changelog, fragments)
+
+
+def test_the_tag_of_the_version_is_released():
+    release.check_tag("v0.2.0", "0.2.0", DATED, [])
+
+
+README = "\n".join(
+    f"[{i}](https://github.com/limpet-checkpoints/limpet/blob/v{limpet.__version__}/docs/ranks.md#a)"
+    for i in range(24)
+)
+
+
+def pack(folder, name, files):
+    """Return a distribution with these files, as an sdist or as a wheel."""
+    path = folder / name
+    if name.endswith(".whl"):
+        with zipfile.ZipFile(path, "w") as archive:
+            for file, text in files.items():
+                archive.writestr(file, text)
+        return path
+    with tarfile.open(path, "w:gz") as archive:
+        for file, text in files.items():
+            (folder / "content").write_text(text)
+            archive.add(folder / "content", f"limpet-{limpet.__version__}/{file}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sdist", "wheel", "readme", "message"),
+    [
+        (["a.py"], ["limpet/a.py"], README, "the sdist lacks {'tests/b.py'}"),
+        (["a.py", "tests/b.py"], ["limpet/a.py", "tests/b.py"], README, "files outside limpet/"),
+        (["a.py", "tests/b.py"], ["limpet_x/a.py"], README, "files outside limpet/"),
+        (["a.py", "tests/b.py"], [], f"{README} [x](docs/none.md)", "links without a target"),
+        (["a.py", "tests/b.py"], [], f"{README} [x](http://x)", "links without a target"),
+        (["a.py", "tests/b.py"], [], "", "links without a target"),
+    ],
+)
+def test_a_package_with_wrong_contents_is_not_released(
+    sdist, wheel, readme, message, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(release, "WORK", tmp_path)
+    metadata = {f"limpet-{limpet.__version__}.dist-info/METADATA": readme}
+    files = pack(tmp_path, "x.tar.gz", dict.fromkeys(sdist, ""))
+    built = pack(tmp_path, "x.whl", dict.fromkeys(wheel, "") | metadata)
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        release.check_contents(files, built, ["a.py", "tests/b.py"])
+
+
+def test_a_package_that_is_too_large_is_not_released(tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "WORK", tmp_path)
+    metadata = {f"limpet-{limpet.__version__}.dist-info/METADATA": README}
+    files = pack(tmp_path, "x.tar.gz", {"a.py": ""})
+    for size, name in ((900_000, None), (1_000_001, "x.whl is too large")):
+        built = pack(tmp_path, "x.whl", metadata | {"limpet/a.py": "x" * size})
+        if name is None:
+            release.check_contents(files, built, ["a.py"])
+        else:
+            with pytest.raises(SystemExit, match=name):
+                release.check_contents(files, built, ["a.py"])
+
+
+def test_the_manual_pages_have_every_command_and_option():
+    pages = man.pages()
+    assert pages.keys() == {"limpet.1", *(f"limpet-{verb}.1" for verb in VERBS)}
+    for verb, summary in VERBS.items():
+        page = pages[f"limpet-{verb}.1"].replace("\\-", "-")
+        context = cli.make_context("limpet", [verb], resilient_parsing=True)
+        options = [o for p in cli.get_command(context, verb).params for o in p.opts if o[0] == "-"]
+        assert [o for o in [*options, "--help", summary.rstrip(".")] if o not in page] == []
+        assert summary in pages["limpet.1"].replace("\\-", "-")
+    assert man.escape(".x\\y\n'z") == "\\&.x\\ey\n\\&'z"
+    if shutil.which("groff"):
+        for name, text in pages.items():
+            command = ["groff", "-man", "-Tutf8", "-wall", "-"]
+            done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+            assert done.stderr == "", name

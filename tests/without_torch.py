@@ -74,6 +74,10 @@ def main(folder):
     assert call("rm", run, "4")["deleted"] == ["version_4"]
     assert call("sweep", run, "--grace", "0")["removed"] == []
     assert call("export", f"{run}@latest", "--to", "safetensors", f"{folder}/w.safetensors")
+    limpet.save(f"{folder}/one", {"w": np.arange(9.0), "note": "one"})
+    loaded = limpet.load(f"{folder}/one")
+    assert loaded["w"].tolist() == [*range(9)]
+    assert loaded["note"] == "one"
     with limpet.Run(f"{folder}/c").writer(keep=limpet.KeepLast(1)) as writer:
         for step in (1, 2):
             version = writer.save({"w": np.full(9, step)}, step=step)
