@@ -6,7 +6,7 @@ ROOT = Path(__file__).parents[1]
 OLD = "hold" + "fast"
 ALLOWED = {"docs/decisions/0085-the-name.md", "src/limpet/format/sealed.py"}
 """The record of the change, and the error for files that the package wrote under that name."""
-FOLDERS = (".ci", "bench", "changes", "docs", "examples", "src", "tests")
+FOLDERS = (".ci", ".github", "bench", "changes", "docs", "examples", "src", "tests")
 
 
 def test_the_former_name_occurs_only_where_it_must():

@@ -36,7 +36,7 @@ LIBRARIES = {
     "fabric.md": ["lightning"],
     "transformers.md": ["transformers"],
 }
-"""The libraries that a document needs, which may not be installed (the extra ``zoo``)."""
+"""The libraries that a document needs, which may not be installed (the group ``zoo``)."""
 
 
 @dataclass(frozen=True)
