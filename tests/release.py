@@ -51,10 +51,10 @@ def require(condition, message):
 
 def call(*command, cwd=WORK):
     """Run a command that must succeed, and that sees no source tree. Return what it prints."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command, environment = [*map(str, command)], {**os.environ, "PYTHONPATH": ""}
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, check=False, **out)
-    require(done.returncode == 0, f"{command} returned {done.returncode}\n{done.stdout}")
+    done = subprocess.run(command, cwd=cwd, env=environment, check=False, **out)
+    require(done.returncode == 0, f"{' '.join(command)}: {done.returncode}\n{done.stdout}")
     return done.stdout
 
 
