@@ -1,7 +1,6 @@
 """What is refused before any request is sent, and what messages show."""
 
 import os
-import sys
 import traceback
 
 import pytest
@@ -150,12 +149,6 @@ def test_a_service_account_that_is_not_a_key_file(value, is_option, monkeypatch,
         limpet.open_store("gs://bucket/run", **options).stat("a")
     shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value.fields)
     assert not any(secret in shown for secret in SECRETS)
-
-
-def test_the_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(StoreError, match=r"needs the package obstore\. .* obstore"):
-        limpet.open_store("az://bucket/run")
 
 
 def test_a_forked_process_is_refused(monkeypatch):

@@ -1,7 +1,6 @@
 """What is refused before any request is sent, and what messages show."""
 
 import socket
-import sys
 import threading
 import time
 
@@ -67,12 +66,6 @@ def test_no_message_shows_credentials():
         limpet.open_store("s3://bucket/run", part_size=1, **options)
     shown += [str(caught.value), repr(caught.value.fields)]
     assert not any(secret in text for text in shown for secret in options.values())
-
-
-def test_the_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(StoreError, match=r"needs the package boto3\. .*'boto3\[crt\]'"):
-        limpet.open_store("s3://bucket/run")
 
 
 def test_views_share_the_requests():
