@@ -2,12 +2,16 @@
 
 import io
 import json
+import sys
+import types
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
 import torch
 
+from limpet import sinks
 from limpet.errors import NoSpace
 
 SAVED: dict[str, Any] = {
@@ -68,6 +72,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "worker_lost": {"worker": "worker 3", "error": "worker 3 was lost: it hangs"},
     "server_lost": {"run": "runs/a", "servers": "server 1", "error": "server 1 was lost"},
     "read_alone": {"url": "runs/a/version_1200", "reason": "rank 2 cannot map it"},
+    "metrics_unwritten": {"run": "runs/a", "error": NO_SPACE},
     "request_unseen": {"store": "runs/a", "error": "timeout"},
     "not_agreed": {"wanted": ["save 3", "stop"], "error": "Rank 2 has died"},
     "ranks_awaited": {
@@ -145,13 +150,20 @@ class FakeMlflowClient:
     def __init__(self):
         self.metrics, self.tags = [], {}
 
-    def log_metric(self, run_id, key, value, step, synchronous):
-        assert (run_id, synchronous, type(value)) == ("id", False, float)
-        self.metrics.append((key, value, step))
-
-    def set_tag(self, run_id, key, value, synchronous):
+    def log_batch(self, run_id, metrics, tags, synchronous):
         assert (run_id, synchronous) == ("id", False)
-        self.tags[key] = value
+        assert all(type(value) is float for _, value, *_ in metrics)
+        assert all(type(value) is str for _, value in tags)
+        self.metrics += [(key, value, step) for key, value, _, step in metrics]
+        self.tags |= tags
+
+
+def make_mlflow_sink(client):
+    """Return the sink as if MLflow were installed."""
+    entities = types.SimpleNamespace(Metric=lambda *args: args, RunTag=lambda *args: args)
+    modules = {"mlflow": types.ModuleType("mlflow"), "mlflow.entities": entities}
+    with mock.patch.dict(sys.modules, modules):
+        return sinks.MLflow(client, "id")
 
 
 def read_json_lines(path):

@@ -15,6 +15,7 @@ from tests.sinks.sample_events import (
     FakeSummaryWriter,
     FakeWandbRun,
     RecordingStream,
+    make_mlflow_sink,
     nested_odd_values,
     read_json_lines,
 )
@@ -31,7 +32,7 @@ def make_all_sinks(folder, writer):
         sinks.Prometheus(CollectorRegistry()),
         sinks.TensorBoard(writer),
         sinks.WandB(FakeWandbRun()),
-        sinks.MLflow(FakeMlflowClient(), "id"),
+        make_mlflow_sink(FakeMlflowClient()),
     ]
 
 

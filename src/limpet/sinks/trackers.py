@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from math import nan
 from typing import Any
@@ -58,21 +59,26 @@ class MLflow:
     """
 
     def __init__(self, client: Any, run_id: str) -> None:
-        is_client = callable(getattr(client, "log_metric", None)) and hasattr(client, "set_tag")
+        is_client = callable(getattr(client, "log_batch", None))
         require("client=", is_client, "an mlflow.MlflowClient()", client)
         require("run_id=", isinstance(run_id, str), "the run.info.run_id of the program", run_id)
-        self._client, self._run_id = client, run_id
+        from mlflow.entities import Metric, RunTag
+
+        self._client, self._run_id, self._metric, self._tag = client, run_id, Metric, RunTag
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         step, address, numbers = _read(name, fields)
         if step is None:
             return
-        tag = "limpet.version" if name == "saved" else "limpet.resumed"
-        self._client.set_tag(self._run_id, tag, address, synchronous=False)
+        tags = [self._tag("limpet.version" if name == "saved" else "limpet.resumed", address)]
+        now, metrics = int(time.time() * 1000), []
         for key, value in numbers.items():
             parts = re.sub(r"[^\w ./-]", "_", key).split("/")
             valid = "/".join(part if part.strip(".") else "_" for part in parts)[:250].rstrip("/")
-            self._client.log_metric(self._run_id, valid, value, step=step, synchronous=False)
+            metrics.append(self._metric(valid, value, now, step))
+        for i in range(0, len(metrics) or 1, 1000):  # that MLflow accepts in one call
+            part = metrics[i : i + 1000]
+            self._client.log_batch(self._run_id, metrics=part, tags=tags, synchronous=False)
 
 
 def _read(name: str, fields: Mapping[str, Any]) -> tuple[int | None, str, dict[str, float]]:
