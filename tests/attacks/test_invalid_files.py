@@ -25,6 +25,7 @@ from limpet.format.records import (
     decode_lease,
     decode_objective,
     decode_pin,
+    decode_step_metrics,
 )
 from tests.forging import (
     FOLDER,
@@ -446,6 +447,18 @@ LEASE = {
     "process": "1:2",
 }
 OBJECTIVE = {"metric": "loss", "mode": "min"}
+STEP_METRICS = {
+    "branch": 1,
+    "start": 3,
+    "after": 7,
+    "created": "2026-01-01T00:00:00+00:00",
+    "rows": [[8, {"loss": 0.5, "n": 3}], [8, {"val": {"float": "-inf"}}], [9, {}]],
+}
+
+
+def decode_log_file(raw, file):
+    """Decode a file of the metrics log. Its name is a part of its content."""
+    return decode_step_metrics(raw, "metrics-log/1.3.8.json")
 
 
 RECORDS: dict[str, tuple[Json, Callable[[bytes, str], object], list[tuple[str, Json]]]] = {
@@ -482,6 +495,16 @@ RECORDS: dict[str, tuple[Json, Callable[[bytes, str], object], list[tuple[str, J
         ("seconds", 86_401), ("seconds", "10"), ("process", "x"), ("created", "soon"), ("extra", 1),
     ]),
     "objective": (OBJECTIVE, decode_objective, [("mode", "best"), ("metric", None), ("extra", 1)]),
+    "step metrics": (STEP_METRICS, decode_log_file, [
+        ("branch", -1), ("branch", 10**9), ("branch", 2), ("start", 0), ("start", 4),
+        ("start", "3"), ("after", 9), ("after", -1), ("after", None), ("after", 1.5),
+        ("created", "soon"), ("extra", 1), ("rows", []), ("rows", None), ("rows", {}),
+        ("rows", [[7, {}]]), ("rows", [[8, {}], [7, {}]]), ("rows", [[8, {}], [10**18, {}]]),
+        ("rows", [[8, {}, {}]]), ("rows", [[8]]), ("rows", [[8, []]]), ("rows", [["8", {}]]),
+        ("rows", [[8, {"a": None}]]),
+        ("rows", [[8, {"a": True}]]), ("rows", [[8, {"a": {"float": "NaN"}}]]),
+        ("rows", [[8, {"a": 1 << 63}]]), ("rows", [[8, {"a": [1]}]]), ("rows", [[True, {}]]),
+    ]),
     "ended": (ENDED, partial(decode_about_version, kind="ended"), [
         ("reason", None), ("reason", 1), ("reason", "x" * 16_385), ("extra", 1), ("metrics", {}),
     ]),

@@ -20,6 +20,7 @@ from limpet.format.records import (
     decode_lease,
     decode_objective,
     decode_pin,
+    decode_step_metrics,
 )
 from limpet.format.safetensors import MAX_HEADER, build_header
 from limpet.format.sealed import FORMAT
@@ -40,7 +41,7 @@ def blocks(text):
 
 MANIFEST, BRANCH, PIN, LASTING, NODES, INDEX, MANIFEST_2, INDEX_2 = blocks(TEXT)
 RECORDS = blocks((DOCS / "saving.md").read_text())
-EVALUATION, FAILURE, ENDED, INEXACT, BEST, VERIFIED, LEASE, OBJECTIVE = RECORDS
+EVALUATION, FAILURE, ENDED, INEXACT, BEST, VERIFIED, LEASE, OBJECTIVE, METRICS = RECORDS
 
 
 def raw(document):
@@ -55,7 +56,7 @@ def test_the_schema_accepts_the_examples():
         ("lasting", LASTING), ("evaluation", EVALUATION),
         ("failure", FAILURE), ("ended", ENDED), ("lease", LEASE),
         ("inexact", INEXACT), ("best", BEST), ("objective", OBJECTIVE), ("verified", VERIFIED),
-        ("manifest", MANIFEST_2), ("index", INDEX_2),
+        ("metrics", METRICS), ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
         validator = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
         validator.validate(document)
@@ -78,6 +79,8 @@ def test_the_decoders_read_the_examples():
     assert "bytes 4096" in decode_about_version(raw(VERIFIED), "f", "verified").damage
     assert decode_lease(raw(LEASE), "f").versions == ["version_120"]
     assert decode_objective(raw(OBJECTIVE), "f") == Objective("val_loss", "min")
+    name = "metrics-log/1.3.121.json"
+    assert [step for step, _ in decode_step_metrics(raw(METRICS), name).rows] == [121, 122]
     assert decode_index(raw(INDEX), "f").length == 4120
 
 

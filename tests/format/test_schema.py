@@ -42,8 +42,10 @@ from tests.attacks.test_invalid_files import (
     MANIFEST_EDITS,
     OBJECTIVE,
     PIN,
+    STEP_METRICS,
     VERIFIED,
     WRONG_VALUES,
+    decode_log_file,
 )
 from tests.forging import (
     files_of,
@@ -70,7 +72,10 @@ pytestmark = pytest.mark.filterwarnings(
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text())
 KINDS = {
     kind: Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
-    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation", "ended", "verified")
+    for kind in (
+        *("manifest", "index", "branch", "pin", "lasting"),
+        *("evaluation", "ended", "verified", "metrics"),
+    )
 }
 ANY = Draft202012Validator(SCHEMA)
 
@@ -85,6 +90,7 @@ def kind_of(key):
         ("pin", name.startswith("pin-")),
         ("ended", name.startswith("eval-training.")),
         ("evaluation", name.startswith("eval-")),
+        ("metrics", key.startswith("metrics-log/")),
     ):
         if found:
             return kind
@@ -133,10 +139,12 @@ def test_a_run_with_branches_and_pins():
     run.pin(1)
     run.add_metrics(Version(1), {"loss": 0.5, "n": 3, "worst": float("inf"), "none": float("nan")})
     state = {"n": 1, "p": limpet.Progress()}
-    with limpet.Checkpointer(store, state, config=plain_values()) as checkpointer:
+    options = {"config": plain_values(), "metrics_log": True}
+    with limpet.Checkpointer(store, state, **options) as checkpointer:
         checkpointer.resume()
-        checkpointer.save()
-    assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation", "ended"}
+        checkpointer.step({"loss": 0.5, "n": 3, "worst": float("inf"), "none": float("nan")})
+    kinds = {"manifest", "index", "branch", "pin", "lasting", "evaluation", "ended", "metrics"}
+    assert check(store) == kinds
 
 
 def test_a_run_that_is_spread():
@@ -221,6 +229,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "verified": partial(decode_about_version, kind="verified"),
     "lease": decode_lease,
     "objective": decode_objective,
+    "metrics": decode_log_file,
 }
 
 
@@ -250,7 +259,7 @@ def documents():
         "ended": json.loads(seal(ENDED)), "inexact": json.loads(seal(INEXACT)),
         "best": json.loads(seal(BEST)),
         "lease": json.loads(seal(LEASE)), "objective": json.loads(seal(OBJECTIVE)),
-        "verified": json.loads(seal(VERIFIED)),
+        "verified": json.loads(seal(VERIFIED)), "metrics": json.loads(seal(STEP_METRICS)),
     }  # fmt: skip
 
 

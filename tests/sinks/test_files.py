@@ -30,6 +30,7 @@ def test_logging_records(caplog):
         "worker_lost": "WARNING", "server_lost": "WARNING",
         "read_alone": "WARNING", "request_unseen": "WARNING", "not_agreed": "WARNING",
         "ranks_awaited": "WARNING", "notice": "WARNING", "preempted": "WARNING",
+        "metrics_unwritten": "WARNING",
         "notice_source_failed": "WARNING", "platform_detected": "INFO",
     }  # fmt: skip
     first = caplog.records[0]

@@ -34,6 +34,7 @@ from limpet.text import hide_secrets
 VERBS = {
     "ls": "List versions of a run, or runs: step, age, size, metrics, ...",
     "best": "Rank the runs in a folder by a metric, the best version first.",
+    "metrics": "Print the metrics of the steps of a run, also as CSV.",
     "show": "Show what a snapshot contains: the tree, shapes, sizes.",
     "verify": "Read every byte and compare it with its digest.",
     "diff": "Compare two snapshots, down to the bytes.",
@@ -49,7 +50,6 @@ VERBS = {
     "run": "Run a training; the exit code says what to do next.",
 }
 """The verbs, with the line of `limpet --help`, which must not wait for the imports of all."""
-
 _IN_RECORDS = ("pin", "rm")
 """The verbs that share a module, in which each has its own name."""
 

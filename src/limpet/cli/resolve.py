@@ -26,7 +26,10 @@ from limpet.text import format_count
 _MAX_NAMES = 1000
 """The number of names in a folder of a server that are looked at: what S3 lists by one request."""
 
-_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES)
+_FILES = (
+    *(names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID),
+    *(names.NOTICES, names.METRICS_LOG),
+)
 """The files and folders of a run whose names are fixed."""
 
 

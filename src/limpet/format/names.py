@@ -17,6 +17,7 @@ SAVE_REQUEST = "request-save.json"
 WRITER_LOCK = "writer.json"
 RUN_ID = "run-id.json"
 NOTICES = "deleting"
+METRICS_LOG = "metrics-log"
 
 _VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetensors")
@@ -32,6 +33,7 @@ _EVALUATION = re.compile(
     rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})(?:\.(failed|ended|inexact|best|verified))?\.json"
 )
 _LEASE = re.compile(rf"lease-({_EVALUATION_NAME})\.([1-9][0-9]{{0,17}})\.json")
+_METRICS = re.compile(r"(0|[1-9][0-9]{0,8})\.([1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,17})\.json")
 _ADDRESS = re.compile(r"(.+)@(latest|best|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
 _BEST_ADDRESS = re.compile(r"(.+)@(best:.+)", re.DOTALL)
 
@@ -195,6 +197,26 @@ def lease_name(name: str, number: int) -> str:
 def parse_lease(file: str) -> tuple[str, int] | None:
     match = _LEASE.fullmatch(file)
     return None if match is None else (match[1], int(match[2]))
+
+
+class MetricsFile(NamedTuple):
+    """The name of a file of the metrics log: the branch, the number of the start of the training,
+    and the first step. Files sort in the order in which they were written on a branch."""
+
+    branch: int
+    start: int
+    first: int
+
+    @property
+    def key(self) -> str:
+        """The key in the run. A folder of its own, which no listing of versions reads."""
+        return f"{METRICS_LOG}/{self.branch}.{self.start}.{self.first}.json"
+
+
+def parse_metrics_file(file: str) -> MetricsFile | None:
+    """Parse the name of a file of the metrics log. Return None for any other name."""
+    match = _METRICS.fullmatch(file)
+    return None if match is None else MetricsFile(*map(int, match.groups()))
 
 
 def objective_name(digest: str) -> str:

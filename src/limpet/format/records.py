@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from limpet.format.digest import Digest
-from limpet.format.names import Attempt, EvaluationFile, EvaluationName, VersionName
+from limpet.format.names import Attempt, EvaluationFile, EvaluationName, MetricsFile, VersionName
 from limpet.format.sealed import Int64, is_utc_time, require, seal, unseal
 from limpet.format.strict_json import StrictDecoder
 
 MAX_RECORD = 1 << 20
 """The maximum size of a record in bytes. A longer record is rejected before it is read."""
+
+MAX_STEP_METRICS = 16 << 20
+"""The same for a file of the metrics log."""
 
 MAX_TEXT = 16_384
 """The maximum length of a cause or a reason, in characters."""
@@ -34,6 +37,20 @@ Metric = (
 )
 """A number, as JSON represents it: NaN and infinities are objects."""
 
+
+def encode_metric(value: Metric) -> Metric:
+    """Return a number as JSON represents it."""
+    text: Any = repr(value)
+    return {"float": text} if isinstance(value, float) and not isfinite(value) else value
+
+
+def decode_metric(value: Metric) -> float:
+    """Return a number that JSON represents."""
+    return float(value["float"]) if isinstance(value, dict) else value
+
+
+Step = Annotated[int, Meta(ge=0, lt=10**18)]
+"""A number of steps, or of epochs."""
 
 ProcessName = Annotated[str, Meta(pattern=r"\A[0-9]{1,10}:([0-9]{1,20}|gone)\Z")]
 
@@ -91,10 +108,7 @@ class _WithMetrics(AboutVersion, frozen=True, forbid_unknown_fields=True):
 
     def decoded_metrics(self) -> dict[str, float]:
         """Return the metrics as numbers."""
-        return {
-            name: float(value["float"]) if isinstance(value, dict) else value
-            for name, value in self.metrics.items()
-        }
+        return {name: decode_metric(value) for name, value in self.metrics.items()}
 
 
 class Evaluation(_WithMetrics, frozen=True, forbid_unknown_fields=True):
@@ -105,8 +119,8 @@ class InexactEvaluation(_WithMetrics, frozen=True, forbid_unknown_fields=True):
     """The result of an evaluation while the training went on from ``first_step`` to ``last_step``.
     It is about the newest version at its end, and a score of it only if it ``counts``."""
 
-    first_step: Annotated[int, Meta(ge=0, lt=10**18)]
-    last_step: Annotated[int, Meta(ge=0, lt=10**18)]
+    first_step: Step
+    last_step: Step
     counts: bool
 
     kind: ClassVar[str] = "inexact"
@@ -127,8 +141,8 @@ class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
     if the version does not have the last steps: a longer training makes them again."""
 
     reason: Annotated[str, Meta(max_length=MAX_TEXT)]
-    epochs: Annotated[int, Meta(ge=0, lt=10**18)]
-    positions: Mapping[str, Annotated[int, Meta(ge=0, lt=10**18)]] | None
+    epochs: Step
+    positions: Mapping[str, Step] | None
 
     kind: ClassVar[str] = "ended"
 
@@ -164,6 +178,26 @@ class VersionLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process: ProcessName
 
 
+class StepMetrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The metrics after steps, in ascending order; a later row adds to an earlier one of its step.
+    ``start``: the number, among all starts of the training, of the one that has logged them. What
+    earlier ones have logged after the step ``after`` of the branch does not count any more."""
+
+    branch: Annotated[int, Meta(ge=0, lt=10**9)]
+    start: Annotated[int, Meta(gt=0, lt=10**9)]
+    after: Step
+    created: str
+    rows: Annotated[Sequence[tuple[Step, Mapping[str, Metric]]], Meta(min_length=1)]
+
+    def decoded_rows(self) -> list[tuple[int, dict[str, float]]]:
+        """Return the rows with numbers."""
+        return [(s, {n: decode_metric(v) for n, v in m.items()}) for s, m in self.rows]
+
+    @property
+    def file(self) -> MetricsFile:
+        return MetricsFile(self.branch, self.start, self.rows[0][0])
+
+
 class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A metric by which versions are compared, and whether smaller or larger is better."""
 
@@ -171,16 +205,18 @@ class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["min", "max"]
 
 
-_Record = TypeVar("_Record", Branch, Pin, LastingPin, VersionLease, AboutVersion, Objective)
+_Record = TypeVar(
+    "_Record", Branch, Pin, LastingPin, VersionLease, AboutVersion, StepMetrics, Objective
+)
 
 
 def encode_record(record: _Record) -> bytes:
     """Return the file content of a record. The metrics of an evaluation are ints and floats."""
+    if isinstance(record, StepMetrics):
+        rows = [(s, {n: encode_metric(v) for n, v in m.items()}) for s, m in record.rows]
+        record = msgspec.structs.replace(record, rows=rows)
     if isinstance(record, _WithMetrics):
-        metrics = {
-            name: {"float": repr(v)} if isinstance(v, float) and not isfinite(v) else v
-            for name, v in record.metrics.items()
-        }
+        metrics = {name: encode_metric(v) for name, v in record.metrics.items()}
         record = msgspec.structs.replace(record, metrics=metrics)
     return seal(record)[0]
 
@@ -197,7 +233,19 @@ decode_branch = partial(_decode, StrictDecoder(msgspec.json.Decoder(Branch)))
 decode_pin = partial(_decode, StrictDecoder(msgspec.json.Decoder(Pin)))
 decode_lasting_pin = partial(_decode, StrictDecoder(msgspec.json.Decoder(LastingPin)))
 decode_lease = partial(_decode, StrictDecoder(msgspec.json.Decoder(VersionLease)))
+_decode_metrics = partial(_decode, StrictDecoder(msgspec.json.Decoder(StepMetrics)))
 decode_objective = partial(_decode, StrictDecoder(msgspec.json.Decoder(Objective)))
+
+
+def decode_step_metrics(raw: bytes, key: str) -> StepMetrics:
+    """Return a file of the metrics log, which has the name of its content."""
+    found = _decode_metrics(raw, key)
+    steps = [found.after, *(step for step, _ in found.rows)]
+    require(key, steps == sorted(steps), "ascending steps", steps)
+    require(key, found.file.key == key, "a file of this name", found.file.key)
+    return found
+
+
 _ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
     kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
     for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation, BecameBest, Verified)

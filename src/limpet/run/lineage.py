@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from limpet import errors, events, machine
 from limpet.format import names
-from limpet.format.names import Version
+from limpet.format.names import MAX_STEP, Version
 from limpet.format.records import Branch, Ended, encode_record
 from limpet.run.catalog import Catalog, read_sessions
 from limpet.run.listing import BRANCH, STEP, Listing, to_int
@@ -53,17 +53,20 @@ def lineage_folders(catalog: Catalog, listing: Listing, branch: int | None = Non
             store=catalog.store.url,
         )
     lineage: list[Version] = []
-    last_step = None
-    while True:
-        lineage[:0] = [
-            v
-            for v in listing.folders
-            if v.branch == number and (last_step is None or v.step <= last_step)
-        ]
-        origin = None if number == 0 else branch_origin(catalog, number, listing.folders)
-        if origin is None:
-            return lineage
-        number, last_step = origin.branch, origin.step
+    for member, last in line_ends(catalog, listing, number).items():
+        lineage[:0] = [v for v in listing.folders if v.branch == member and v.step <= last]
+    return lineage
+
+
+def line_ends(catalog: Catalog, listing: Listing, branch: int | None = None) -> dict[int, int]:
+    """Return the branches of a lineage, by default of the newest branch, the last one first, each
+    with the last step at which it belongs to the lineage."""
+    number = newest_branch(catalog, listing) if branch is None else branch
+    ends = {number: MAX_STEP}
+    while number and (origin := branch_origin(catalog, number, listing.folders)) is not None:
+        number = origin.branch
+        ends[number] = origin.step
+    return ends
 
 
 def newest_version(catalog: Catalog, listing: Listing) -> Version | None:

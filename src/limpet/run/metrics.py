@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from limpet.errors import PlanError
+from limpet.lazy_torch import torch_or_none
 from limpet.text import is_text, to_repr, with_article
 
 ADDED_METRICS = "metrics"
@@ -69,3 +71,32 @@ def to_number(value: Any) -> int | float:
 def to_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     """Return checked metrics as 64-bit ints and floats. Waits for their devices."""
     return {name: to_number(value) for name, value in metrics.items()}
+
+
+Row = tuple[int, dict[str, Any]]
+"""A step, and its metrics by name."""
+
+
+def read_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return rows of checked metrics with 64-bit ints and floats. Waits once for each device."""
+    torch = torch_or_none()
+    tensor = None if torch is None else torch.Tensor
+    read = [(step, dict(metrics)) for step, metrics in rows]
+    groups = defaultdict[Any, list[tuple[dict[str, Any], str]]](list)
+    for _, metrics in read:
+        for name, value in metrics.items():
+            kind = type(value)
+            if kind is tensor and value.is_floating_point() and value.element_size() > 1:
+                groups[value.device, value.dtype, value.shape].append((metrics, name))
+            elif kind is not float:
+                metrics[name] = to_number(value)
+    for group in groups.values():
+        numbers = torch.stack([metrics[name] for metrics, name in group]).flatten().tolist()
+        for (metrics, name), number in zip(group, numbers, strict=True):
+            metrics[name] = number
+    return read
+
+
+def is_on_device(value: Any) -> bool:
+    """Return True if to read a checked metric may wait for an accelerator."""
+    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"

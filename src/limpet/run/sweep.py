@@ -341,7 +341,7 @@ def _is_of_run(key: str) -> bool:
     """Return True for a file in one of the folders of a run. Other folders have other writers, such
     as that of a run within the run, whose pins are there."""
     folder, slash, rest = key.partition("/")
-    is_own = folder == names.NOTICES or names.parse_version(folder) is not None
+    is_own = folder in (names.NOTICES, names.METRICS_LOG) or names.parse_version(folder) is not None
     return not slash or names.is_spread_folder(folder) or (is_own and "/" not in rest)
 
 

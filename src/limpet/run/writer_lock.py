@@ -43,8 +43,7 @@ class WriterLock:
         """Acquire the lock. Raises ``LimpetError`` if another live process of this machine has it,
         ``FormatTooNew`` if its owner is unknown, and ``StoreError``."""
         store = self._store if store is None else store
-        owner = None if self.id is None else find_writer(store)
-        if owner is not None and owner.attempt == self.id:
+        if self.is_held(store):
             return
         lock, previous = pins.make_pin(random_id()), None
         for _ in range(MAX_PUTS):
@@ -105,6 +104,11 @@ class WriterLock:
                     found=f"{last} of the other training",
                     todo="Start this training again: it continues from the newest version",
                 )
+
+    def is_held(self, store: Store) -> bool:
+        """Return True if this writer has the lock, without an effect on it. Raises as ``check``."""
+        owner = None if self.id is None else find_writer(store)
+        return owner is not None and owner.attempt == self.id
 
     def release(self, seconds: float = CLEANUP_SECONDS) -> None:
         """Release the lock within ``seconds``, without an error: a dead process blocks none."""

@@ -169,7 +169,7 @@ _SHOWN = STYLES.keys() - _OMITTED
 _ALWAYS = frozenset(
     {
         *("began", "resumed", "loaded", "config_changed", "options_replaced", "finished"),
-        *("ranks_awaited", "notice_source_failed", "metric_missing"),
+        *("ranks_awaited", "notice_source_failed", "metric_missing", "metrics_unwritten"),
     }
 )
 """Also shown if stderr is no terminal: where a training begins and ends, what it uses, what it

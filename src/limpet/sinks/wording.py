@@ -21,7 +21,7 @@ from limpet.text import (
     truncate,
 )
 
-_LESS = "fewer_copies", "uncopied", "metric_missing", "restarts_uncounted"
+_LESS = "fewer_copies", "uncopied", "metric_missing", "metrics_unwritten", "restarts_uncounted"
 """Events that say what a training does or saves less of than one may expect."""
 
 STYLES = {
@@ -256,6 +256,9 @@ def _describe_less(name: str, fields: Mapping[str, object]) -> str:
             return f"{what} evaluate them"
         what += f" {', '.join(_list_field(fields, 'inexact'))} was measured while the parameters"
         return f'{what} changed: use TrainingEvaluation(..., counts=True), or on="paused"'
+    if name == "metrics_unwritten":
+        run, error = text_field(fields, "run"), _error_without_todo(fields)
+        return f"could not log the metrics of {run}, and tries it again: {error}"
     if name == "restarts_uncounted":
         return f"under `limpet run`: {text_field(fields, 'error')}"
     if name == "uncopied":

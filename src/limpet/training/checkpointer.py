@@ -103,6 +103,10 @@ class Checkpointer:
     stores that of rank 0, as plain text, in ``Snapshot.metadata["config"]``. A resume with another
     one says what differs.
 
+    With ``metrics_log=True``, the run keeps the metrics of every step, too: rank 0 adds a small
+    file with each save, every 60 s, and at the end. ``limpet metrics RUN`` shows them. A crash
+    loses those since the last file.
+
     Rank 0 prints a line for each resume and for the end, and on a terminal for each failure, and at
     most one per minute for saves, unless a sink is attached. ``quiet=True`` or ``LIMPET_QUIET=1``
     turns this off. (After 10 s, a wait for other ranks is shown even with ``quiet=True``.)
@@ -137,6 +141,7 @@ class Checkpointer:
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         config: dict[str, Any] | None = None,
+        metrics_log: bool = False,
         quiet: bool = False,
         group: GroupSpec = None,
     ) -> None:
@@ -158,6 +163,7 @@ class Checkpointer:
             save_timeout=save_timeout,
             on_error=on_error,
             config=encode_config(config),
+            metrics_log=metrics_log,
             quiet=quiet,
         )
         self._arguments = check_arguments(options)
@@ -197,7 +203,7 @@ class Checkpointer:
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self.start_report: LoadReport | None = None  # of the last resume(), if it used start=
-        self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
+        self._watcher = RequestWatcher(self.run.store, read_more=self._saver.poll)
         preemption, is_never = options.preemption, isinstance(options.save, Never)
         saves_alone = not (is_never or self._all_ranks.members)  # without the parts of the members
         saves_alone = saves_alone and not check_streamed(self.state, options)
@@ -349,6 +355,8 @@ class Checkpointer:
         if self._lifecycle.is_started:
             self._saver.start_tiers(self.state)
         self._step_counter.share_seeds(self._group, self.run.url)
+        branch = 0 if point is None else point.branch
+        self._saver.metrics_log.begin(branch, self._step_counter.progress.step)
         return point
 
     # -- training ------------------------------------------------------------------------------
@@ -472,6 +480,7 @@ class Checkpointer:
             except BaseException as e:  # noqa: BLE001  (the optimizer has stepped: count it)
                 error = e
             self._step_counter.add_steps(steps, batches)
+            self._saver.metrics_log.add(self._step_counter.progress.step, self._metrics)
             self._act(error)
             if self._looks:
                 self._looks -= 1
@@ -521,6 +530,7 @@ class Checkpointer:
             newest = self._saver.wait_on_all_ranks("ckpt.save()")
             step = self._step_counter.progress.step
             self._early_stop.observe(added_metrics, step, self._agreement, False)
+            self._saver.metrics_log.add(step, added_metrics)
             if newest is None or self._saver.saved_step != step:
                 self._start_save("request", {**self._metrics, **added_metrics})
                 newest = self._saver.wait_on_all_ranks("ckpt.save()")
@@ -641,6 +651,7 @@ class Checkpointer:
         self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
     ) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
+        self._saver.metrics_log.read()
         is_requested = self._watcher.pending_request is not None
         request = self._watcher.accept() if is_requested else None
         spec = self._make_spec(reason if request is None else "request")._replace(deadline=limit)
@@ -650,9 +661,10 @@ class Checkpointer:
             spec = spec._replace(on_finished=partial(self._watcher.mark, request))
         self._saver.start(self.state, spec)
 
-    def _add_metrics(self, metrics: Mapping[str, Any]) -> None:
+    def _add_metrics(self, metrics: dict[str, Any]) -> None:
         """Add to the metrics of the last step, and to its version if it is saved."""
         self._metrics = {**self._metrics, **metrics}
+        self._saver.metrics_log.add(self._step_counter.progress.step, metrics)
         self._saver.warn_or_raise(self._add_if_saved, metrics)
 
     def _add_if_saved(self, metrics: Mapping[str, Any]) -> None:
@@ -809,6 +821,7 @@ class Checkpointer:
             try:
                 for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):
                     part.close()
+                saver.close_log(self._preemption.cleanup_seconds)
                 saver.writer_lock.release(self._preemption.cleanup_seconds)
                 is_saved = saver.saved_step == self._step_counter.progress.step
                 self._tiers.close(is_saved and not saver.busy)

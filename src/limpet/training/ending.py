@@ -140,7 +140,8 @@ class Ending:
             retain = partial(saver.retention.finish, saver.writer.newest)
             failure: Exception | None = None
             parts: list[Callable[[], object]] = [] if self._group.rank else [retain]
-            parts = [*([] if is_leaving else [record]), saver.on_best.finish, *parts]
+            ends = [] if is_leaving else [record]
+            parts = [*ends, saver.finish_log, saver.on_best.finish, *parts]
             for part in parts:
                 try:
                     saver.warn_or_raise(part)

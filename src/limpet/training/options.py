@@ -49,6 +49,7 @@ class Options:
     tiers: Sequence[Tier]
     preemption: Preemption | None
     config: Any  # a node, see ``encode_config``
+    metrics_log: bool
     quiet: bool
 
     @property
@@ -56,6 +57,9 @@ class Options:
         """The metrics of the policies, with their modes."""
         stop = self.stop
         return self.keep.objectives | ({(stop.metric, stop.mode)} if stop is not None else set())
+
+
+_OF_RANK_0 = ("keep", "stop", "on_best", "quiet", "config", "metrics_log")
 
 
 def check_arguments(options: Options) -> dict[str, str]:
@@ -78,8 +82,9 @@ def check_arguments(options: Options) -> dict[str, str]:
             '[MemoryTier(every=EverySteps(10)), LocalTier("/local/nvme")], one of these, or []',
         ),
         "on_error": (values["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
-        **{n: (type(values[n]) is bool, "True or False") for n in ("at_end", "overlap", "quiet")},
     }
+    for name in ("at_end", "overlap", "metrics_log", "quiet"):
+        expected_values[name] = type(values[name]) is bool, "True or False"
     check_incremental(incremental)
     if timeout is not None:
         check_seconds("save_timeout=", timeout, may_be_infinite=True)
@@ -106,8 +111,8 @@ def check_arguments(options: Options) -> dict[str, str]:
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
         for name, value in values.items()
-        # only rank 0 uses the first five, and each host may have its own notices and memory
-        if name not in ("keep", "stop", "on_best", "quiet", "config", "preemption", "tiers")
+        # each host may have its own notices and memory
+        if name not in (*_OF_RANK_0, "preemption", "tiers")
     }
 
 

@@ -17,6 +17,7 @@ from limpet.loading.snapshot import Snapshot, reader_of
 from limpet.ranks.error_report import format_with_notes
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.address import merge_objectives
+from limpet.run.metrics_log import MetricsLog
 from limpet.run.run import Run
 from limpet.run.writer import VersionWriter
 from limpet.saving.commit import SaveJob, VersionMetadata
@@ -27,6 +28,7 @@ from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.state.flatten import FlatState
 from limpet.state.step_hooks import StepPreHook
 from limpet.state.walk import optimizers_in
+from limpet.storage.store import within
 from limpet.text import warn_user
 from limpet.threads import no_op
 from limpet.tiers.local_snapshots import LocalSnapshots, Promotion
@@ -70,6 +72,8 @@ class Saver:
             before_deletion=early_stop.before_deletion,
         )
         self.retention, self.writer_lock = self.writer.retention, self.writer.lock
+        is_logging = options.metrics_log and self.group.rank == 0
+        self.metrics_log = MetricsLog(self.writer_lock, is_on=is_logging)
         self.early_stop = early_stop
         self.objectives = merge_objectives(options.objectives)
         self.keep, self.config = options.keep, options.config
@@ -227,6 +231,11 @@ class Saver:
         is_newer = newest is None or version_of(snapshot) >= version_of(newest)
         if is_newer and not snapshot.location.is_per_host:
             self.writer.newest = snapshot
+
+    def poll(self) -> None:
+        """Write the metrics, and read the scores of some versions. Raises ``StoreError``."""
+        self.metrics_log.write(self.run.store)
+        self.early_stop.poll()
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -400,6 +409,7 @@ class Saver:
         spec.on_finished(True)
         try:
             if job.collective.rank == 0 and spec.deadline is None:  # it has committed the version
+                self.metrics_log.write(self.run.store)
                 self.early_stop.after_save(snapshot)
                 self.on_best.after_save(snapshot.location.folder)
                 self.retention.after_save(snapshot)
@@ -431,6 +441,23 @@ class Saver:
         """Continue from a version, and from the work of earlier ``sessions``."""
         self.writer.continue_from(snapshot, sessions)
         self.begun_step = self.saved_step
+
+    def finish_log(self) -> None:
+        """Write the metrics of the last steps. Raises ``StoreError``."""
+        self.metrics_log.read()
+        try:
+            self.metrics_log.write(self.run.store, -1, must=True)
+        except errors.LimpetError as e:
+            newest = self.writer.newest
+            saved = {} if newest is None else {"committed": newest.location.folder}
+            raise e.with_advice("The last metrics could not be logged", **saved) from e
+
+    def close_log(self, seconds: float) -> None:
+        """Write within ``seconds`` what is left of the metrics, without an error or a wait for a
+        device, which may never answer."""
+        self.metrics_log.read(may_wait=False)
+        deadline = Deadline.after(seconds, "the last metrics")
+        self.metrics_log.write(within(self.run.store, deadline), seconds)
 
     def close(self) -> None:
         """Release the memory. None may begin; one in flight after an interrupt still completes."""

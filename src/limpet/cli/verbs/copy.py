@@ -18,16 +18,26 @@ from limpet.cli.verbs.verify import bytes_to_read
 from limpet.convert.copy import copy_snapshot, find_copy
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format.names import Version, branch_name, pin_name
-from limpet.format.records import MAX_RECORD, BecameBest, Ended, LastingPin, Verified, encode_record
+from limpet.format.records import (
+    MAX_RECORD,
+    MAX_STEP_METRICS,
+    BecameBest,
+    Ended,
+    LastingPin,
+    Verified,
+    encode_record,
+)
 from limpet.machine import utc_now
 from limpet.run.catalog import read_sessions
 from limpet.run.lineage import last_written
 from limpet.run.listing import Listing
+from limpet.run.metrics_log import list_files
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, get_bounded, is_snapshot, locate
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count, format_size
+from limpet.threads import look_up_each
 from limpet.types import Advance
 
 
@@ -72,7 +82,7 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     The copy of an incremental version is self-contained: it refers to no other version. Every byte
     is checked, so damage is never copied. If A is a run, damaged versions are reported and skipped,
     and versions that B already has are not copied again: an interrupted copy continues where it
-    stopped. Branches, evaluations, and lasting pins are copied with their versions.
+    stopped. Branches, logged metrics, evaluations, and lasting pins are copied, too.
     """
     source = resolve.resolve_run_or_snapshot(a)
     began = perf_counter()
@@ -97,8 +107,8 @@ def _copy_single(snapshot: SnapshotReader, destination: str, quiet: bool) -> Cop
 
 
 def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> CopyResult:
-    """Copy the branch records, then the intact versions, oldest first: wherever this stops,
-    training can resume from the destination."""
+    """Copy the branch records, the metrics log, then the intact versions, oldest first: wherever
+    this stops, training can resume from the destination."""
     resolve.check_run_target(destination)
     existing = destination.listing()  # first: what appears later belongs to a concurrent copy
     result = CopyResult(run.url, destination.url, branches=len(listing.branches))
@@ -118,13 +128,18 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
         except FormatError as e:
             result.damaged.append((str(version), e))
     _require_earlier_copy(run, listing, destination, existing, adds_versions=bool(remaining))
-    for file in map(branch_name, listing.branches):
+
+    def copy_file(file: str, limit: int = MAX_STEP_METRICS) -> None:
         try:
-            raw = get_bounded(run.store, file, MAX_RECORD)
+            raw = get_bounded(run.store, file, limit)
         except FormatError as e:
             result.damaged.append((file, e))
         else:
             destination.store.put_if_absent(file, raw)
+
+    for file in map(branch_name, listing.branches):
+        copy_file(file, MAX_RECORD)
+    look_up_each([file.key for file in list_files(run.store)], copy_file)
     for (version, digest), copied in zip(digests.items(), result.present, strict=True):
         _copy_records(run, listing, version, digest, copied, result)
     with progress_bar("copying", sum(remaining.values()), quiet=quiet) as advance:
