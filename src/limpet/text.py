@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from itertools import islice
 from math import isfinite, prod
 from types import FrameType
@@ -154,6 +155,15 @@ def format_duration(seconds: float) -> str:
         if seconds < limit:
             return f"{_three_digits(seconds / length)} {unit}"
     return f"{_three_digits(seconds / 3600)} h"
+
+
+def format_age(created: str) -> str:
+    """Format the age of an ISO 8601 timestamp, such as ``3 min``; a future time has age 0."""
+    seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds())
+    for limit, unit, length in ((90, "s", 1), (5400, "min", 60), (48 * 3600, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
 
 
 def _three_digits(number: float) -> str:

@@ -10,6 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from limpet.cli import console
+from limpet.text import format_age
 from tests.waiting import wait_until
 
 
@@ -23,7 +24,7 @@ class Terminal(io.StringIO):
 )
 def test_ages(seconds, shown):
     created = datetime.now(UTC) - timedelta(seconds=seconds)
-    assert console.format_age(created.isoformat()) == shown
+    assert format_age(created.isoformat()) == shown
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 import limpet as hf
 from limpet.cli.verbs.copy import _copy_run
-from limpet.cli.verbs.verify import _verify_run
+from limpet.cli.verbs.verify import verify_run
 from limpet.errors import AlreadyExists, CommitError, FormatTooNew, NotFound
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import BecameBest
@@ -343,7 +343,7 @@ def test_files_lost_by_the_destination_are_errors(store, damage):
 
 
 def verify_and_check(run):
-    found = _verify_run(run, run.listing(), quiet=True)
+    found = verify_run(run, run.listing(), quiet=True)
     assert [c.problems for c in found] == [()] * len(found)
     return list(found)
 

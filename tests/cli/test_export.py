@@ -10,7 +10,7 @@ from click import BadParameter
 from safetensors.numpy import load_file
 
 import limpet as hf
-from limpet.cli.verbs.export import parse_size
+from limpet.cli.output import parse_size
 from tests.cli.invoke import check_error_line, run_cli
 
 

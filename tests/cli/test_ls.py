@@ -1,5 +1,7 @@
 """``limpet ls``."""
 
+from math import inf, nan
+
 import pytest
 
 from limpet.errors import Denied
@@ -112,6 +114,45 @@ def test_metrics_come_from_evaluations(store):
     assert report["versions"][1]["metrics"] == {"loss": 0.125, "worst": "nan"}
     assert report["orphans"]["files"] == 0
     assert "loss 0.125, worst nan" in run_cli("ls", store.url).out
+
+
+def plots_of(place, *metrics):
+    options = [word for metric in metrics for word in ("--plot", metric)]
+    lines = run_cli("ls", place, *options).out.splitlines()
+    return [
+        " ".join(line.split()) for line in lines if any(b in line for b in "\u2581\u2588\u00b7")
+    ]
+
+
+def test_a_plot_is_a_line_of_blocks_for_each_metric(empty_url):
+    values = [0.0, 1.0, nan, 3.5, -inf, 7.0, 8.0]
+    with Run(empty_url).writer() as writer:
+        for step, value in enumerate(values, 1):
+            metrics = {"loss": value, "half": value / 2, "odd": nan}
+            writer.save({"n": 1}, step=step, metrics=metrics if step > 1 else {"loss": value})
+    assert plots_of(empty_url, "loss", "half") == [
+        "loss \u2581\u2582\u00b7\u2584\u00b7\u2588\u2588 0 to 8, steps 1 to 7",
+        "half \u2581\u00b7\u2583\u00b7\u2587\u2588 0.5 to 4, steps 2 to 7",
+    ]
+    assert plots_of(empty_url, "odd") == [
+        "odd \u00b7\u00b7\u00b7\u00b7\u00b7\u00b7 not finite, steps 2 to 7"
+    ]
+    assert "none" in run_cli("ls", empty_url, "--plot", "none").out
+    assert "no version has this metric" in run_cli("ls", empty_url, "--plot", "none").out
+    assert run_cli("ls", empty_url, "--plot", "loss", "--json").json["latest"] == "version_7"
+
+
+def test_plots_of_runs_of_extreme_values_and_of_many_versions(empty_url):
+    for name in ("a", "b"):
+        with Run(f"{empty_url}/{name}").writer() as writer:
+            for step in range(1, 101):
+                metrics = {"x": float(step), "y": -1.7e308 if step < 50 else 1.7e308}
+                writer.save({"n": 1}, step=step, metrics=metrics)
+    found = plots_of(empty_url, "x", "y")
+    assert [line.split()[:2] for line in found] == [["a", "x"], ["b", "x"], ["a", "y"], ["b", "y"]]
+    assert all(len(line.split()[2]) == 50 for line in found)
+    assert found[0].endswith("\u2588 1 to 100, steps 1 to 100")
+    assert {*found[2].split()[2]} == {"\u2581", "\u2588"}
 
 
 def test_orphans_are_counted(store):

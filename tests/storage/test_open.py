@@ -242,6 +242,7 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
         ("best", url, "--metric", "loss", "--mode", "min"),
         ("show", f"{url}@1"),
         ("verify", url),
+        ("report", url),
         ("diff", f"{url}@1", f"{url}/version_2"),
         ("copy", f"{url}@1", f"{tmp_path}/out/version_1"),
         ("copy", url, "shelf://two/run"),
@@ -260,7 +261,7 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
     for command in commands:
         result = run_cli(*command)
         assert result.code == 0, (command, result)
-    assert {command[0] for command in commands} == {*VERBS} - {"run"}
+    assert {command[0] for command in commands} == {*VERBS} - {"run", "ui"}
     assert limpet.load(tmp_path / "out/version_1")["n"] == 1
     assert [s.step for s in limpet.Run("shelf://two/run").snapshots()] == [2]
     assert limpet.Run("shelf://two/imported").latest().step == 5

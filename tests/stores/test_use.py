@@ -141,8 +141,9 @@ def test_a_training_and_every_command(server_url, tmp_path):
     assert steps_of(url)[-2:] == [7, 8]
     assert 3 not in steps_of(url)
     succeed("ls", server_url)  # several runs
+    succeed("report", url)
     succeed("best", server_url, "--metric", "leaves", "--mode", "max")
-    assert commands.verbs == {*VERBS} - {"run"}
+    assert commands.verbs == {*VERBS} - {"run", "ui"}
 
 
 TRAINING = """

@@ -36,6 +36,8 @@ VERBS = {
     "best": "Rank the runs in a folder by a metric, the best version first.",
     "metrics": "Print the metrics of the steps of a run, also as CSV.",
     "show": "Show what a snapshot contains: the tree, shapes, sizes.",
+    "report": "Print a page in HTML that shows runs: plots, branches, contents.",
+    "ui": "Serve the pages of runs on this machine, refreshed while they train.",
     "verify": "Read every byte and compare it with its digest.",
     "diff": "Compare two snapshots, down to the bytes.",
     "copy": "Copy a snapshot or a run, and check every byte.",

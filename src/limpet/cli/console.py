@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime
 from shutil import get_terminal_size
 from threading import Lock, Timer
 from typing import Any
@@ -100,15 +99,6 @@ def print_table(
 def format_speed(nbytes: int, seconds: float) -> str:
     """Format a speed as the end of a summary, such as ``, 1.2 GiB/s``; empty up to a second."""
     return f", {format_size(nbytes / seconds)}/s" if seconds > 1 else ""
-
-
-def format_age(created: str) -> str:
-    """Format the age of an ISO 8601 timestamp, such as ``3 min``; a future time has age 0."""
-    seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds())
-    for limit, unit, length in ((90, "s", 1), (5400, "min", 60), (48 * 3600, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
 
 
 @contextmanager

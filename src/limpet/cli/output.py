@@ -16,6 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 
 _AS_JSON = "limpet.as_json"
+_SIZE_PREFIXES = ("", "K", "M", "G", "T")
 _SECONDS_PER_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 keys_option = click.option(
@@ -58,6 +59,16 @@ def parse_duration(ctx: click.Context, param: click.Parameter, value: str) -> fl
             f"{value!r} is not a time; write 90 (seconds), 90s, 15m, 24h, 7d, or 1h30m"
         )
     return sum(float(n) * _SECONDS_PER_UNIT[u] for n, u in parts)
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Parse a size in bytes, such as ``5GB`` or ``500MB`` (as Hugging Face does) or ``4GiB``."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", value, re.IGNORECASE)
+    if match is not None and (match[2] or not match[3]):
+        unit = (1024 if match[3] else 1000) ** _SIZE_PREFIXES.index(match[2].upper())
+        if (size := int(float(match[1]) * unit)) > 0:
+            return size
+    raise click.BadParameter(f"{value!r} is not a size; write 5GB, 500MB, or 4GiB")
 
 
 def duration_option(

@@ -43,6 +43,7 @@ class VersionRecord:
     bases: frozenset[Version] = frozenset()  # that this one needs, by references or links
     metrics: Mapping[str, float] = field(default_factory=dict)
     manifest: Stat | None = None
+    began: float | None = None  # the time at which the run began, and the training since then
     trained_seconds: float | None = None
     created: str | None = None
     objectives: Mapping[str, str] = field(default_factory=dict)  # modes of metrics
@@ -289,14 +290,16 @@ def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
         files[snapshot.location.file_key(shard.index_path)] = shard.index.length
         for reference in shard.refers:
             files[snapshot.location.file_key(reference.path)] = reference.length
-    seconds = snapshot.read_metadata("training", "trained_seconds")
-    is_time = isinstance(seconds, int | float) and 0 <= seconds < 1e18
+    training = read_training_metadata(snapshot)
+    times = (training.get(name) for name in ("began", "trained_seconds"))
+    began, seconds = (t if isinstance(t, int | float) and 0 <= t < 1e18 else None for t in times)
     return VersionRecord(
         snapshot.digest,
         files,
         snapshot.bases,
         snapshot.metrics,
-        trained_seconds=seconds if is_time else None,
+        began=began,
+        trained_seconds=seconds,
         created=snapshot.manifest.created,
         objectives=read_objectives(snapshot),
     )

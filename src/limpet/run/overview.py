@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import islice, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,9 +23,10 @@ from limpet.errors import (
     NotFound,
     StoreError,
 )
+from limpet.format.config import compare_configs
 from limpet.format.names import MANIFEST, Version, is_spread_folder, parse_version
 from limpet.format.records import Branch, Pin, Verified, VersionLease
-from limpet.run.address import merge_objectives
+from limpet.run.address import BOTH_MODES, merge_objectives
 from limpet.run.catalog import Catalog, VersionRecord, make_version_record
 from limpet.run.lineage import (
     MAX_SEARCHES,
@@ -44,7 +46,7 @@ from limpet.snapshot import pins
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import open_store
 from limpet.storage.store import Stat, Store, exists, list_level
-from limpet.text import format_list
+from limpet.text import format_age, format_list
 from limpet.threads import gc_paused, look_up_each
 
 CHECK_AGAIN = 60.0
@@ -85,6 +87,22 @@ class RunSummary:
     @property
     def url(self) -> str:
         return self.catalog.store.url
+
+    @property
+    def state(self) -> str:
+        """Whether a training is running, or how it ended."""
+        if self.writer is not None and (alive := self.is_running()) is not False:
+            age = format_age(self.writer.created)  # it may have been killed, on another machine
+            what = "running" if alive else f"locked for {age}"
+            return f"{what}: {pins.describe_holder(self.writer)}"
+        state = self.ended or ("not running" if self.records or self.problem else "no version")
+        return "stopped early" if state.startswith("stopped by ") else state
+
+    def best_versions(self) -> list[tuple[str, str, Record]]:
+        """Return the metrics with a recorded mode: their names, modes, and best versions."""
+        modes = (o for o in self.objectives.items() if o[1] != BOTH_MODES)
+        found = ((metric, mode, self.best(metric, mode)) for metric, mode in modes)
+        return [(metric, mode, best) for metric, mode, best in found if best is not None]
 
     def best(self, metric: str, mode: str) -> Record | None:
         """Return the version that is the best one by a metric, as ``Run.best`` does."""
@@ -265,6 +283,14 @@ class VersionEntry:
     note: Any = None
 
     @property
+    def goodput(self) -> float | None:
+        """The share of the time since the run began that was spent on steps in this version."""
+        if self.record.began is None or self.record.trained_seconds is None:
+            return None
+        wall = datetime.fromisoformat(self.created).timestamp() - self.record.began
+        return min(self.record.trained_seconds / wall, 1.0) if wall > 0 else None
+
+    @property
     def status(self) -> str:
         if isinstance(self.problem, FormatTooNew):
             return "too new"
@@ -291,9 +317,51 @@ class ListResult:
     def latest(self) -> VersionEntry | None:
         return next((e for e in self.entries if e.is_latest), None)
 
+    def origin(self, branch: int) -> Version | None:
+        """Return the version at which a branch began, if that is known. It may be deleted."""
+        record = self.branches.get(branch)
+        return parse_version(record.from_version) if isinstance(record, Branch) else None
 
-def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
-    """Open every version. A version that is deleted in the meantime is omitted."""
+    def parent(self, version: Version) -> Version | None:
+        """Return the version before one: on its branch, or where the branch began."""
+        branch = (e.version for e in self.entries if e.version.branch == version.branch)
+        return max((v for v in branch if v < version), default=self.origin(version.branch))
+
+    def config_changes(self) -> Iterator[tuple[Version, list[dict[str, Any]]]]:
+        """Yield the versions of the current lineage whose config differs from that before."""
+        for a, b in pairwise(e for e in self.entries if e.on_lineage and e.record.digest):
+            changes = [] if a.config is b.config else [*compare_configs(a.config, b.config)]
+            if changes:
+                yield b.version, changes
+
+    def summarize(self) -> RunSummary:
+        """Return the run at a glance, as it was listed, and the state of its training now."""
+        latest, store = self.latest, self.run.store
+        listed = [e for e in self.entries if e.on_lineage]
+        intact = [e for e in listed if e.problem is None]
+        recorded = ((o.metric, o.mode) for o in read_recorded_objectives(store))
+        objectives = latest.record.objectives if latest else {}
+        return RunSummary(
+            "",
+            self.run.catalog,
+            created=latest.created if latest else None,
+            nbytes=sum(e.nbytes for e in self.entries),
+            records=[Record(e.version, e.metrics, e.record.trained_seconds) for e in intact],
+            damaged=len(listed) - len(intact),
+            objectives=merge_objectives([*recorded, *objectives.items()]),
+            ended=self.run.ended(),
+            writer=find_writer(store),
+        )
+
+
+def list_versions(
+    run: Run,
+    listing: Listing,
+    advance: Callable[[int], object] = lambda step: None,
+    damaged: Mapping[str, LimpetError] = MappingProxyType({}),
+) -> ListResult:
+    """Open every version. A version that is deleted in the meantime is omitted. ``damaged``: those
+    that the caller has found to be, by name."""
     lineage = set(run.line(listing))
     files = list_all_files(run.store, listing)
     entries: list[VersionEntry] = []
@@ -305,6 +373,7 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
         created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
         entry = VersionEntry(version, version in lineage, pinned, nbytes, created)
         if _read_entry(run, entry, configs):
+            entry.problem = entry.problem or damaged.get(str(version))
             entries.append(entry)
         advance(1)
     by_version = {e.version: e for e in entries}

@@ -86,13 +86,13 @@ def compare_bytes(
     ``progress(nbytes)`` counts one snapshot. Raises ``FormatError`` and ``StoreError``."""
     differences = {pair: LeafDifference(prod(a.leaves[pair[0]][1])) for pair in pairs}
     for batch in _batches(a, pairs):
-        read_parts = zip(
+        parts = zip(
             batch,
-            _read_parts(a, [(key_a, box) for key_a, _, box in batch]),
-            _read_parts(b, [(key_b, box) for _, key_b, box in batch]),
+            read_parts(a, [(key_a, box) for key_a, _, box in batch]),
+            read_parts(b, [(key_b, box) for _, key_b, box in batch]),
             strict=True,
         )
-        for (key_a, key_b, box), x, y in read_parts:
+        for (key_a, key_b, box), x, y in parts:
             dtype = a.leaves[key_a][0]
             differences[key_a, key_b].add(*_compare_elements(x, y, dtype))
             if progress is not None:
@@ -122,7 +122,7 @@ def _batches(
         yield batch
 
 
-def _read_parts(snapshot: SnapshotReader, parts: list[tuple[str, Box]]) -> list[Bytes]:
+def read_parts(snapshot: SnapshotReader, parts: Sequence[tuple[str, Box]]) -> list[Bytes]:
     """Read boxes of leaves as bytes, one row for each element."""
     requests, targets, parts_as_rows = [], [], []
     for key, box in parts:
@@ -145,13 +145,9 @@ def _compare_elements(a: Bytes, b: Bytes, dtype: str) -> tuple[int, float | None
 
 
 def _largest_difference(a: Bytes, b: Bytes, dtype: str) -> float | None:
-    flat = [np.ascontiguousarray(v).reshape(-1) for v in (a, b)]
-    if dtype == "bfloat16":  # the upper half of a float32
-        x, y = ((v.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for v in flat)
-    elif dtype in ("bool", "complex32") or not hasattr(np, dtype):
+    x, y = (as_numbers(v, dtype) for v in (a, b))
+    if x is None or y is None or x.dtype.kind == "b":
         return None
-    else:
-        x, y = (v.view(dtype) for v in flat)
     if x.dtype.kind in "iu":
         # exact: the difference of two signed integers fits an unsigned integer of the same width
         unsigned = f"u{x.dtype.itemsize}"
@@ -159,3 +155,11 @@ def _largest_difference(a: Bytes, b: Bytes, dtype: str) -> float | None:
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         return float(np.abs(x.astype(wide) - y.astype(wide)).max())
+
+
+def as_numbers(elements: Bytes, dtype: str) -> NDArray[Any] | None:
+    """Return elements, given as rows of bytes, as a flat array; None: NumPy lacks the dtype."""
+    flat = np.ascontiguousarray(elements).reshape(-1)
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (flat.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return flat.view(dtype) if dtype == "bool" or hasattr(np, dtype) else None

@@ -38,6 +38,12 @@ class TreeRow:
         return self.kind in tree.LEAF_TAGS
 
     @property
+    def has_numbers(self) -> bool:
+        """Whether the row is a tensor or an array with elements that are numbers."""
+        is_record = self.kind == "array" and len(self.node["array"]) > 2  # rows of bytes
+        return self.is_leaf and self.kind != "blob" and self.nbytes > 0 and not is_record
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the elements of a leaf, or of all leaves of a table; 0 for every other row."""
         if self.dtype is None or self.shape is None or not self.is_leaf:

@@ -3,5 +3,5 @@
 Terms: as in ``cli``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
 ``snapshot``, ``saving``, ``loading``, ``run``, ``convert``, ``notices``, ``tables``, ``tasks``,
-``tiers``, ``evaluation``, ``training``, and ``cli``.
+``tiers``, ``evaluation``, ``training``, ``report``, and ``cli``.
 """

@@ -249,7 +249,7 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
     for key in differences.only_b:
         print_line(f"only in B  {key}", "green")
     if differences.changes:
-        changes = [[(c.key, ""), (_format_change(c), "")] for c in differences.changes]
+        changes = [[(c.key, ""), (format_change(c), "")] for c in differences.changes]
         print_table(changes, ("key", "change"), flexible=[1])
     if differences.is_same:
         count = format_count(differences.equal_count, "leaf or value", "leaves and values")
@@ -266,7 +266,8 @@ def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> No
     print_line(f"{format_size(differences.bytes_read)} of each snapshot was read", "dim")
 
 
-def _format_change(change: Change) -> str:
+def format_change(change: Change) -> str:
+    """Describe a difference without its key."""
     if change.differing_slots is not None:
         found = f"{change.aspect}: {change.a:,} only in A, {change.b:,} only in B"
         slots = f"{change.differing_slots:,} in slots or counts"

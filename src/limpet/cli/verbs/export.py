@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -10,23 +9,11 @@ from typing import Any
 import click
 
 from limpet.cli.console import format_speed, print_line, progress_bar
-from limpet.cli.output import json_option, keys_option, print_result
+from limpet.cli.output import json_option, keys_option, parse_size, print_result
 from limpet.cli.resolve import refuse_address, resolve_newest
 from limpet.convert.export import SUFFIXES, ExportResult, PreparedExport
 from limpet.tables.export import prepare
 from limpet.text import format_count, format_size
-
-_SIZE_PREFIXES = ("", "K", "M", "G", "T")
-
-
-def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """Parse a size in bytes, such as ``5GB`` or ``500MB`` (as Hugging Face does) or ``4GiB``."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", value, re.IGNORECASE)
-    if match is not None and (match[2] or not match[3]):
-        unit = (1024 if match[3] else 1000) ** _SIZE_PREFIXES.index(match[2].upper())
-        if (size := int(float(match[1]) * unit)) > 0:
-            return size
-    raise click.BadParameter(f"{value!r} is not a size; write 5GB, 500MB, or 4GiB")
 
 
 @click.command("export")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import click
 
-from limpet.cli.console import Cell, format_age, print_line, print_table, progress_bar, truncate
+from limpet.cli.console import Cell, output_width, print_line, print_table, progress_bar, truncate
 from limpet.cli.output import describe_error, json_option
 from limpet.cli.resolve import resolve_run, resolve_runs
 from limpet.cli.watch import show_result
 from limpet.errors import FormatTooNew, LimpetError, NotFound
-from limpet.run.address import BOTH_MODES
+from limpet.format.names import Version
 from limpet.run.listing import Listing
 from limpet.run.overview import (
     ListResult,
@@ -25,10 +26,9 @@ from limpet.run.overview import (
 )
 from limpet.run.records import find_statuses
 from limpet.run.run import Run
-from limpet.run.writer_lock import find_writer
 from limpet.snapshot.pins import describe_holder
 from limpet.storage.open import open_store
-from limpet.text import format_count, format_metrics, format_size
+from limpet.text import format_age, format_count, format_metrics, format_size, format_value
 
 Runs = list[RunSummary]
 
@@ -38,8 +38,14 @@ Runs = list[RunSummary]
 @click.option(
     "--watch", is_flag=True, help="Show changes until the training ends. The run must exist."
 )
+@click.option(
+    "--plot",
+    multiple=True,
+    metavar="METRIC",
+    help="Also print a line of block characters: the values of METRIC. May be repeated.",
+)
 @json_option
-def command(place: str, watch: bool, as_json: bool) -> None:
+def command(place: str, watch: bool, plot: Sequence[str], as_json: bool) -> None:
     """List the versions of RUN: step, age, size, metrics, and whether they are intact. Or list the
     runs directly in FOLDER: newest intact version, age, size, running or not, and best metrics.
 
@@ -50,15 +56,15 @@ def command(place: str, watch: bool, as_json: bool) -> None:
     found = resolve_runs(place, quiet=as_json, require_version=not watch)
     watched = place if watch else None
     if isinstance(found, list):
-        read, show = partial(_read_runs, place, found), partial(render_runs, place)
+        read, show = partial(_read_runs, place, found), partial(render_runs, place, plots=plot)
 
         def build(runs: Runs) -> dict[str, Any]:
             return {"folder": place, "runs": [*map(_build_run_document, runs)]}
 
         show_result(read, _have_ended, build, show, watched=watched, as_json=as_json)
     else:
-        look = partial(_read_versions, place, found, as_json)
-        show_result(look, _has_ended, _build_document, render, watched=watched, as_json=as_json)
+        look, shown = partial(_read_versions, place, found, as_json), partial(render, plots=plot)
+        show_result(look, _has_ended, _build_document, shown, watched=watched, as_json=as_json)
 
 
 def _read_runs(place: str, first: Runs, last: Runs | None) -> Runs:
@@ -82,8 +88,7 @@ def _read_versions(
 
 
 def _has_ended(result: ListResult) -> bool:
-    run, writer = result.run, find_writer(result.run.store)
-    return _have_ended([RunSummary("", run.catalog, ended=run.ended(), writer=writer)])
+    return _have_ended([result.summarize()])
 
 
 def _build_document(result: ListResult) -> dict[str, Any]:
@@ -132,8 +137,8 @@ def _build_version_document(result: ListResult, entry: VersionEntry) -> dict[str
     }
 
 
-def render(result: ListResult) -> None:
-    """Print the table of versions, their problems, and the other files in the run."""
+def render(result: ListResult, plots: Sequence[str] = ()) -> None:
+    """Print the table of versions, plots, their problems, and the other files in the run."""
     total = format_size(sum(e.nbytes for e in result.entries))
     count = format_count(len(result.entries), "version")
     print_table([[(result.run.url, "bold"), (f"{count}, {total}", "dim")]])
@@ -145,14 +150,13 @@ def render(result: ListResult) -> None:
     # metrics get the rest of the line; no other column is truncated, even on a narrow terminal
     numbers = ("step", "branch", "age", *sizes)
     print_table(rows, (*names, "metrics"), right_aligned=numbers, flexible=[len(names)])
+    _print_plots(plots, {"": [(e.version, e.metrics) for e in result.entries if e.on_lineage]})
     for note, style in _footnotes(result):
         print_line(note, style)
 
 
 def _build_run_document(run: RunSummary) -> dict[str, Any]:
     latest, writer = run.records[-1] if run.records else None, run.writer
-    modes = (o for o in run.objectives.items() if o[1] != BOTH_MODES)
-    best = [(metric, mode, run.best(metric, mode)) for metric, mode in modes]
     return {
         "name": run.name,
         "url": run.url,
@@ -164,8 +168,7 @@ def _build_run_document(run: RunSummary) -> dict[str, Any]:
         "metrics": latest.metrics if latest else {},
         "best": {
             metric: {"mode": mode, "version": str(r.version), "value": r.metrics[metric]}
-            for metric, mode, r in best
-            if r is not None
+            for metric, mode, r in run.best_versions()
         },
         "running": run.is_running(),
         "writer": writer and {"holder": describe_holder(writer), "since": writer.created},
@@ -174,25 +177,27 @@ def _build_run_document(run: RunSummary) -> dict[str, Any]:
     }
 
 
-def render_runs(place: str, runs: Runs) -> None:
-    """Print the table of runs, that with the newest version last, and their problems."""
+def render_runs(place: str, runs: Runs, plots: Sequence[str] = ()) -> None:
+    """Print the table of runs, that with the newest version last, plots, and their problems."""
     total = format_size(sum(run.nbytes for run in runs))
     print_table([[(place, "bold"), (f"{format_count(len(runs), 'run')}, {total}", "dim")]])
-    names, numbers = ("run", "step", "age", "size", "state", "metrics"), ("step", "age", "size")
-    print_table([*map(_run_cells, runs)], names, right_aligned=numbers, flexible=[4, 0, 5])
+    numbers = ("step", "age", "size")
+    print_table([*map(run_cells, runs)], RUN_COLUMNS, right_aligned=numbers, flexible=[4, 0, 5])
+    _print_plots(plots, {run.name: [(r.version, r.metrics) for r in run.records] for run in runs})
     for run in runs:
         if run.problem is not None:
             print_line(f"{run.name}: {run.problem.brief}", "red")
 
 
-def _run_cells(run: RunSummary) -> list[Cell]:
+RUN_COLUMNS = ("run", "step", "age", "size", "state", "metrics")
+
+
+def run_cells(run: RunSummary) -> list[Cell]:
+    """Return the line of a run in the table of runs."""
     shown, style = _build_run_document(run), ""
-    state = run.ended or ("not running" if run.records or run.problem else "no version")
-    state = "stopped early" if state.startswith("stopped by ") else state
+    state = run.state
     if run.writer is not None and run.is_running() is not False:
-        age = format_age(run.writer.created)  # it may have been killed, on another machine
-        what, style = ("running", "green") if run.is_running() else (f"locked for {age}", "yellow")
-        state = f"{what}: {describe_holder(run.writer)}"
+        style = "green" if run.is_running() else "yellow"
     if isinstance(run.problem, FormatTooNew):
         state, style = f"too new, {state}", "red"
     elif run.damaged or run.problem is not None:
@@ -210,6 +215,40 @@ def _run_cells(run: RunSummary) -> list[Cell]:
         (state, style),
         (", ".join(best) or format_metrics(shown["metrics"]), ""),
     ]
+
+
+_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+
+def _print_plots(
+    metrics: Iterable[str], runs: Mapping[str, Sequence[tuple[Version, Mapping[str, float]]]]
+) -> None:
+    """Print a line for each metric of each run that has it, with the range of its values."""
+    width, lines = max(8, min(60, output_width() - 60)), list[list[Cell]]()
+    for metric in metrics:
+        count = len(lines)
+        for name, versions in runs.items():
+            points = [(v.step, found[metric]) for v, found in versions if metric in found]
+            if points:
+                size = -(-len(points) // width)
+                line = _draw_line([value for _, value in points[::-1][::size][::-1]])
+                values = [value for _, value in points if isfinite(value)]
+                ends = map(format_value, (min(values), max(values)) if values else ())
+                note = (
+                    f"{' to '.join(ends) or 'not finite'}, steps {points[0][0]} to {points[-1][0]}"
+                )
+                lines.append([(f"{name} {metric}".strip(), ""), (line, "cyan"), (note, "dim")])
+        if len(lines) == count:
+            lines.append([(metric, ""), ("", ""), ("no version has this metric", "red")])
+    print_table(lines, flexible=[0] if lines else ())
+
+
+def _draw_line(values: Sequence[float]) -> str:
+    """Return a block for each value, as high as it is; a dot if it is not finite."""
+    finite = [value / 2 for value in values if isfinite(value)]  # the range may overflow
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    shares = ((v / 2 - low) / ((high - low) or 1.0) if isfinite(v) else None for v in values)
+    return "".join("\u00b7" if s is None else _BLOCKS[min(int(8 * s), 7)] for s in shares)
 
 
 _STATUS_STYLES = {"latest": "green", "ok": "", "abandoned": "dim"}

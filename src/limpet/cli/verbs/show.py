@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from limpet.cli import output
-from limpet.cli.console import Cell, format_age, output_width, print_line, print_table, truncate
+from limpet.cli.console import Cell, output_width, print_line, print_table, truncate
 from limpet.cli.resolve import find_problem, resolve_newest
 from limpet.errors import MissingLeaf
 from limpet.format import tree
@@ -27,7 +27,7 @@ from limpet.snapshot.tree_rows import (
     iter_tree_rows,
     subtree_totals,
 )
-from limpet.text import format_count, format_list, format_metrics, format_size, to_repr
+from limpet.text import format_age, format_count, format_list, format_metrics, format_size, to_repr
 
 Layouts = dict[str, list[tuple[int, IndexBox]]]
 
@@ -151,7 +151,7 @@ def render(
     """Print the header and ``depth`` levels of the tree, or all."""
     print_line(snapshot.url, "bold")
     problem = find_problem(snapshot)
-    fields: list[list[Cell]] = [[(n, "dim"), (v, "")] for n, v in _header_fields(snapshot)]
+    fields: list[list[Cell]] = [[(n, "dim"), (v, "")] for n, v in header_fields(snapshot)]
     print_table(fields, flexible=[1])
     if problem is not None:
         print_line(output.format_error_line(problem), "red")
@@ -164,7 +164,7 @@ def render(
     print_table(table, ("key", "content", "size"), right_aligned=("size",), flexible=[0])
 
 
-def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
+def header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the header of ``show``."""
     manifest, metadata = snapshot.manifest, snapshot.metadata
     if manifest.step is not None:

@@ -71,7 +71,7 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     elif isinstance(target, SnapshotReader):
         url, results = target.url, [_verify_snapshot(target, as_json)]
     else:
-        url, results = target[0].url, _verify_run(*target, as_json)
+        url, results = target[0].url, verify_run(*target, as_json)
     build_document = partial(_build_document, url)
     print_result(as_json, build_document, render, results, perf_counter() - began)
     exit_on_errors(ctx, (p.error for result in results for p in result.problems))
@@ -125,7 +125,7 @@ def _record(run: Run, snapshot: SnapshotReader, name: str, report: Report) -> Ve
     return VerifyResult(name, report.url, report.nbytes, report.problems)
 
 
-def _verify_run(run: Run, listing: Listing, quiet: bool) -> list[VerifyResult]:
+def verify_run(run: Run, listing: Listing, quiet: bool) -> list[VerifyResult]:
     """Verify all versions and records of a run, except files that are deleted in the meantime."""
     results: list[VerifyResult] = []
     own_bytes: dict[Version, int] = {}

@@ -1,0 +1,212 @@
+"""``limpet ui RUN|FOLDER``: serve the pages of runs on loopback, while trainings write to them.
+
+Nothing of an address is used as a path: it names runs and versions among those that are listed.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from threading import Lock
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import click
+
+from limpet.cli.output import format_error_line, json_option, print_json
+from limpet.cli.resolve import resolve_runs
+from limpet.cli.verbs.diff import compare_snapshots, format_change
+from limpet.cli.verbs.ls import RUN_COLUMNS, run_cells
+from limpet.cli.verbs.report import stats_option
+from limpet.cli.verbs.show import header_fields
+from limpet.deadline import Call
+from limpet.errors import LimpetError, NotFound, Unavailable
+from limpet.format.config import compare_configs, describe_change
+from limpet.format.digest import digest
+from limpet.report.data import read_report, read_version
+from limpet.report.html import note, page, render_contents, render_report, table, text
+from limpet.run import overview
+from limpet.run.run import Run
+from limpet.run.writer_lock import find_writer
+from limpet.snapshot.contents import Contents
+from limpet.storage.open import open_store
+
+WAIT = 20.0
+"""The longest time in seconds for which a request waits for its page, which is made meanwhile."""
+
+_REFRESH, _MAX_CHANGES = 5, 500
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'"
+
+
+@click.command("ui")
+@click.argument("place", metavar="RUN|FOLDER")
+@click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True,
+              help="The port on 127.0.0.1; 0: any free one.")  # fmt: skip
+@stats_option
+@json_option
+def command(place: str, port: int, stats_bytes: int, as_json: bool) -> None:
+    """Serve the pages of RUN, or of the runs in FOLDER, on this machine, until Ctrl-C.
+
+    There is a page for each run, as report makes it, for each version, and for each diff of two. A
+    browser reads it again every 5 s, and shows what has changed. Nothing is written.
+    """
+    is_folder = isinstance(resolve_runs(place, quiet=as_json, require_version=False), list)
+    try:
+        server = _Server(("127.0.0.1", port), _Request)
+    except OSError as e:
+        if e.errno != errno.EADDRINUSE:
+            raise
+        raise LimpetError(f"Port {port} is in use; choose another one: --port 0") from None
+    with server:
+        server.place, server.is_folder, server.stats_bytes = place, is_folder, stats_bytes
+        url = f"http://127.0.0.1:{server.server_address[1]}/"
+        print_json({"url": url}, indent=None) if as_json else click.echo(url)
+        server.serve_forever()
+
+
+class _Server(ThreadingHTTPServer):
+    """Makes each page in a thread of its own, which goes on if a request does not wait so long."""
+
+    place, is_folder, stats_bytes = "", False, 0
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # without a look-up of the host's name
+        self._lock = Lock()
+        self._calls: dict[tuple[str, str], Call[tuple[str, str]]] = {}
+        self._summaries: Sequence[overview.RunSummary] = ()
+
+    def get_page(self, address: str, known: str) -> tuple[str, str]:
+        """Return a page after its tag; no page if the tag is ``known``. Raises ``LimpetError``."""
+        key = address, known
+        with self._lock:
+            if key not in self._calls:
+                self._calls[key] = Call(partial(self._make, *key), "limpet-page")
+            call = self._calls[key]
+        if not call.wait(WAIT):
+            what = f"The page is not ready after {WAIT:g} s: the store is slow, or does not answer"
+            raise Unavailable(what, todo=f"This page tries again every {_REFRESH} s")
+        with self._lock:
+            self._calls.pop(key, None)
+        return call.result()
+
+    def _make(self, address: str, known: str) -> tuple[str, str]:
+        url = urlsplit(address)
+        names = [unquote(name) for name in url.path.split("/")[1:]]
+        if self.is_folder and names == [""]:
+            shown = self._render_runs()
+            tag = _make_tag(shown)
+            return tag, "" if tag == known else page(f"Limpet: {self.place}", shown)
+        link, store = "/", open_store(self.place)
+        if self.is_folder:
+            name, *names = names or [""]
+            link, shown = f"/{quote(name)}/", self._render_runs()
+            stores = {run.name: run.catalog.store for run in self._summaries}
+            if name not in stores:
+                raise NotFound(f"There is no such run in {self.place}")
+            store = stores[name]
+        run = Run(store)
+        tag = _make_tag(_read_state(run))
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        return tag, "" if tag == known else _render(run, names, query, link, self.stats_bytes)
+
+    def _render_runs(self) -> str:
+        self._summaries = overview.summarize_runs(open_store(self.place), self._summaries)
+        rows = []
+        for run in reversed(self._summaries):
+            cells = [f'<span class="{"bad" * (style == "red")}">{text(content)}</span>'
+                     for content, style in run_cells(run)]  # fmt: skip
+            problem = note(run.problem.brief, "bad") if run.problem else ""
+            rows.append([f'<a href="/{quote(run.name)}/">{cells[0]}</a>{problem}', *cells[1:]])
+        return table(RUN_COLUMNS, rows, RUN_COLUMNS[1:4]) + note("" if rows else "There is no run.")
+
+
+def _make_tag(state: object) -> str:
+    return f'"{digest(repr(state).encode(errors="backslashreplace"))}"'
+
+
+def _read_state(run: Run) -> object:
+    """Return what differs whenever the pages of a run do, which are also made again each minute."""
+    listing, writer = run.listing(), find_writer(run.store)
+    states = overview.read_states(run.store, ("", *map(str, listing.folders)))
+    names = listing.folders, listing.branches, sorted(listing.lasting_pins), sorted(listing.leases)
+    is_running = overview.RunSummary("", run.catalog, writer=writer).is_running()
+    return names, states, is_running, time.time() // overview.CHECK_AGAIN
+
+
+def _render(run: Run, names: list[str], query: dict[str, str], link: str, stats_bytes: int) -> str:
+    """Return the page of a run, a version, or a diff. Raises ``NotFound``."""
+    result = overview.list_versions(run, run.listing())
+    entries = {str(e.version): e for e in result.entries}
+    back = f'<p><a href="{link}">all versions</a>'
+    if names == [""]:
+        return render_report([read_report(result, stats_bytes)], link)
+    if names == ["diff"] and {query.get("a"), query.get("b")} <= entries.keys():
+        a, b = (run.catalog.open(entries[query[side]].version) for side in "ab")
+        found = compare_snapshots(a, b)
+        configs = compare_configs(a.metadata_node("config"), b.metadata_node("config"))
+        lines = [("config", describe_change(change)) for change in configs]
+        lines += [(key, f"only in {a.version}") for key in found.only_a]
+        lines += [(key, f"only in {b.version}") for key in found.only_b]
+        lines += [(change.key, format_change(change)) for change in found.changes]
+        rows = [(text(key), text(change, 300)) for key, change in lines[:_MAX_CHANGES]]
+        count = f"{len(lines):,} differences, {found.equal_count:,} equal leaves and values"
+        title = f"Limpet: {a.version} and {b.version} of {run.url}"
+        return page(title, f"{back}</p>{note(count)}{table(('key', 'change'), rows)}")
+    if len(names) != 1 or names[0] not in entries:
+        raise NotFound(f"There is no such page or version of {run.url}")
+    entry = entries[names[0]]
+    contents, parent = read_version(result, entry, stats_bytes), result.parent(entry.version)
+    if str(parent) in entries:
+        back += f' <a href="{link}diff?a={parent}&amp;b={entry.version}">compare with {parent}</a>'
+    problem = note(entry.problem.brief, "bad") if entry.problem else ""
+    fields = header_fields(contents.snapshot) if isinstance(contents, Contents) else ()
+    rows = [(text(name), f'<span class="wrap">{text(v, 600)}</span>') for name, v in fields]
+    shown = f"{back}</p>{problem}{table(('', ''), rows)}<h2>Contents</h2>"
+    return page(f"Limpet: {entry.version} of {run.url}", shown + render_contents(contents))
+
+
+class _Request(BaseHTTPRequestHandler):
+    timeout = 10.0
+    server: _Server
+
+    def parse_request(self) -> bool:
+        port = self.server.server_address[1]
+        if not super().parse_request():
+            return False
+        if self.command != "GET":
+            self._send(405, page("Limpet", note("Only GET is allowed.", "bad")), Allow="GET")
+        elif self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            self._send(403, page("Limpet", note("The Host is not this machine.", "bad")))
+        else:
+            return True
+        return False
+
+    def do_GET(self) -> None:
+        refresh = {"Refresh": str(_REFRESH)}
+        try:
+            tag, html = self.server.get_page(self.path, self.headers.get("If-None-Match", ""))
+        except (LimpetError, OSError) as e:
+            code = 404 if isinstance(e, NotFound) else 503 if isinstance(e, Unavailable) else 500
+            self._send(code, page("Limpet", note(format_error_line(e), "bad")), **refresh)
+        else:
+            self._send(200 if html else 304, html, ETag=tag, **refresh)
+
+    def _send(self, code: int, html: str, **headers: str) -> None:
+        body = html.encode("ascii", "xmlcharrefreplace")
+        policy = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
+        kind = {
+            "Content-Type": "text/html",
+            "Cache-Control": "no-cache",
+            "Content-Length": str(len(body)),
+        }
+        self.send_response(code)
+        for name, value in {**headers, **policy, **(kind if body else {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
