@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.format.names import MANIFEST
+from limpet.format.names import MANIFEST, METRICS_LOG
 from limpet.report import data
 from limpet.run.policy import EverySteps
 from limpet.storage.local.store import LocalStore
@@ -238,10 +238,31 @@ def test_two_runs_share_plots(tmp_path):
     found = page.sections()
     titles = [drawing.title for drawing in drawings(page)]
     assert [t for t in titles if t in ("loss", "lr", "acc")] == ["loss", "lr", "acc"]
-    assert "loss a saved b saved" in found["Metrics"]
+    assert "loss a: saved b: saved" in found["Metrics"]
     assert {"s0", "s1"} <= set(re.findall(r"\bs\d", page.html))
     for section in ("Lineage", "Config", "Versions"):
         assert f">{section}</h2><h3>a</h3>" in page.html
+
+
+def test_the_metrics_of_every_step_are_drawn_if_they_were_logged(tmp_path):
+    for until, at in ((60, None), (50, 20)):
+        state = {"x": np.arange(3), "progress": limpet.Progress()}
+        with limpet.Checkpointer(
+            str(tmp_path), state, save=EverySteps(20), metrics_log=True
+        ) as ckpt:
+            ckpt.resume(at=at) if at else ckpt.resume()
+            while state["progress"].step < until:
+                ckpt.step({"loss": 1.0 / (state["progress"].step + 1)})
+    page = report(tmp_path)
+    assert "loss abandoned every step saved" in page.sections()["Metrics"]
+    assert "Values between versions" in page.text
+    [drawing] = [drawing for drawing in drawings(page) if drawing.title == "loss"]
+    [line] = re.findall(r'class="line s0 thin" d="([^"]*)"', drawing.svg)
+    assert line.count("L") == 49
+    assert "every step: 1 at step 1 to 0.02 at step 50" in drawing.text
+    damaged = next((tmp_path / METRICS_LOG).iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+    assert f"{METRICS_LOG}/{damaged.name} is damaged" in report(tmp_path).text
 
 
 def test_a_store_that_does_not_send_the_contents(monkeypatch):

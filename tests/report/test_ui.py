@@ -105,6 +105,8 @@ def test_pages_of_a_folder_its_runs_versions_and_diffs(serve, runs):
     _, _, diff = served.ask(links(version)[1])
     assert re.search(r"weights (all|[0-9,]+ of 1,000) differ", diff.text)
     assert "differences" in diff.text
+    assert served.ask("/a/diff?a=+version_20&b=version_20+")[2].text.count("0 differences") == 1
+    assert [a["name"] for tag, a in page.tags if tag == "input"] == ["a", "b"]
     after = {path: path.stat().st_mtime_ns for path in sorted(runs.rglob("*"))}
     assert before == after, "nothing is written"
 

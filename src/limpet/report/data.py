@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from limpet.deadline import Deadline, call_within
 from limpet.errors import FormatError, LimpetError, NotFound, StoreError, Unavailable
-from limpet.format.names import Version
+from limpet.run import metrics_log
 from limpet.run.overview import ListResult, RunSummary, VersionEntry
 from limpet.snapshot.contents import Contents, read_contents
 
@@ -20,21 +20,21 @@ _MAX_ROWS = 400
 Getter = Callable[[VersionEntry], Mapping[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
+class RunReport(NamedTuple):
     """A run on a page. ``contents``: of the newest version, or why they cannot be shown.
-    ``checked``: the bytes that were verified for this page."""
+    ``checked``: the bytes that were verified for this page. ``log``: the metrics of every step, if
+    they were logged; ``damaged``: its files that cannot be read."""
 
     result: ListResult
     summary: RunSummary
     contents: Contents | LimpetError | None
-    checked: int | None = None
+    checked: int | None
+    log: Sequence[metrics_log.BranchMetrics] = ()
+    damaged: Mapping[str, LimpetError] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Values by step, of the run with this number on the page. ``kind``: how they are drawn, solid
-    or dashed; or abandoned, from the version before the branch on."""
+class Series(NamedTuple):
+    """Values by step, of the run with this number on the page. ``kind``: how they are drawn."""
 
     run: int
     label: str
@@ -44,9 +44,10 @@ class Series:
 
 def read_report(result: ListResult, stats_bytes: int, checked: int | None = None) -> RunReport:
     """Read what a page shows of a run whose versions are listed. Raises ``StoreError``."""
-    latest = result.latest
+    run, latest = result.run, result.latest
     contents = None if latest is None else read_version(result, latest, stats_bytes)
-    return RunReport(result, result.summarize(), contents, checked)
+    log = metrics_log.read(run) if metrics_log.list_files(run.store) else ([], {})
+    return RunReport(result, result.summarize(), contents, checked, *log)
 
 
 def read_version(result: ListResult, entry: VersionEntry, limit: int) -> Contents | LimpetError:
@@ -70,20 +71,28 @@ def read_version(result: ListResult, entry: VersionEntry, limit: int) -> Content
 
 
 def find_series(
-    results: Sequence[ListResult], get: Getter, name: str, label: str, kind: str
+    reports: Sequence[RunReport], get: Getter, name: str, label: str, kind: str
 ) -> Iterator[Series]:
-    """Yield the numbers called ``name`` that ``get`` finds in versions: a series for the current
-    lineage of each run, and one for each branch that was left."""
-    for number, result in enumerate(results):
-        values = {e.version: found[name] for e in result.entries if name in (found := get(e))}
-        chains: dict[int | None, list[Version]] = {}
-        for e in result.entries:
-            branch = None if e.on_lineage else e.version.branch
-            if e.version in values:
-                is_first = branch is not None and branch not in chains
-                before = result.parent(e.version) if is_first else None
-                chains.setdefault(branch, [before] if before in values else []).append(e.version)
-        for branch, chain in chains.items():
-            points = [(v.step, values[v]) for v in chain]
-            how = (label, kind) if branch is None else ("abandoned", "abandoned")
-            yield Series(number, *how, points)
+    """Yield the numbers called ``name`` that ``get`` finds in the versions of runs."""
+    for number, report in enumerate(reports):
+        for is_current, chain in report.result.chains():
+            found = [e for e in chain if name in get(e)]
+            if found and found[-1].on_lineage == is_current:  # not only the one before a branch
+                points = [(e.version.step, get(e)[name]) for e in found]
+                how = (label, kind) if is_current else ("abandoned", "abandoned")
+                yield Series(number, *how, points)
+
+
+def find_logged(reports: Sequence[RunReport], name: str) -> Iterator[Series]:
+    """Yield the values of a metric at every step that was logged."""
+    for number, report in enumerate(reports):
+        line = list[tuple[int, float]]()
+        for piece in report.log:
+            steps, values = piece.curves.get(name, ((), ()))
+            points = [*zip(map(int, steps), map(float, values), strict=True)]
+            if piece.is_current:
+                line += points
+            elif points:
+                yield Series(number, "abandoned", "abandoned", points)
+        if line:
+            yield Series(number, "every step", "thin", line)

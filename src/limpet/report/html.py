@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
+from itertools import islice
 from math import isfinite, prod
 from string import Template
 
@@ -16,7 +17,7 @@ from limpet.errors import LimpetError
 from limpet.format import tree
 from limpet.format.config import compare_configs, config_entries, describe_change
 from limpet.format.names import to_dotted
-from limpet.report.data import RunReport, Series, find_series
+from limpet.report.data import RunReport, Series, find_logged, find_series
 from limpet.report.svg import CROSS, STAR, draw_histogram, draw_lineage, draw_plot
 from limpet.run.overview import VersionEntry
 from limpet.snapshot.contents import Contents
@@ -25,7 +26,6 @@ from limpet.text import format_metrics, format_size, format_value, to_printable,
 from limpet.version import __version__
 
 _MAX_PLOTS, _MAX_VERSIONS, _MAX_BRANCHES, _MAX_LINES = 40, 300, 24, 100
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def text(value: object, limit: int = 120) -> str:
@@ -80,30 +80,37 @@ def render_report(reports: Sequence[RunReport], link: str | None = None) -> str:
 
 
 def _summary(reports: Sequence[RunReport]) -> str:
-    facts: dict[str, list[str]] = {}
-    for r in reports:
-        entries, latest, url = r.result.entries, r.result.latest, r.result.run.url
-        full = sum(e.nbytes + e.referred_bytes for e in entries)
-        share = f"{r.summary.nbytes / full:.0%}" if full else "all"
-        best = (f"{format_metrics({name: found.metrics[name]})} ({mode}) in {found.version}"
-                for name, mode, found in r.summary.best_versions())  # fmt: skip
-        for name, value in {
-            "run": url,
-            "state": r.summary.state,
-            "newest version": f"{latest.version}, {latest.created}" if latest else "none is intact",
-            "versions": f"{len(entries):,}, of which {sum(not e.on_lineage for e in entries):,} are"
-            f" abandoned and {sum(e.problem is not None for e in entries):,} damaged",
-            "stored": f"{format_size(r.summary.nbytes)}, {share} of what full saves would store",
-            "goodput": f"{latest.goodput:.1%} of the time since it began"
-            if latest and latest.goodput is not None
-            else "unknown",
-            "best": "; ".join(best) or "no metric has a recorded mode",
-            "file contents": f"not checked; to check them: limpet verify {url}"
-            if r.checked is None
-            else f"{format_size(r.checked)} were read and compared with their digests",
-        }.items():
-            facts.setdefault(name, []).append(f'<span class="wrap">{text(value, 400)}</span>')
-    return table(["", *[""] * len(reports)], [[name, *cells] for name, cells in facts.items()])
+    names = ("run", "state", "newest version", "versions", "stored", "goodput", "best", "contents")
+    facts = zip(names, *map(_facts, reports), strict=True)
+    rows = [
+        [name, *(f'<span class="wrap">{text(c, 400)}</span>' for c in row)] for name, *row in facts
+    ]
+    return table([""] * (len(reports) + 1), rows)
+
+
+def _facts(report: RunReport) -> list[str]:
+    result, summary = report.result, report.summary
+    entries, latest = result.entries, result.latest
+    left = sum(not e.on_lineage for e in entries)
+    damaged = sum(e.problem is not None for e in entries)
+    full = sum(e.nbytes + e.referred_bytes for e in entries)
+    goodput = latest.goodput if latest else None
+    best = (f"{format_metrics({name: found.metrics[name]})} ({mode}) in {found.version}"
+            for name, mode, found in summary.best_versions())  # fmt: skip
+    checked = "not checked; to check them: limpet verify " + result.run.url
+    if report.checked is not None:
+        checked = f"{format_size(report.checked)} were read and compared with their digests"
+    return [
+        result.run.url,
+        summary.state,
+        f"{latest.version}, {latest.created}" if latest else "none is intact",
+        f"{len(entries):,}, of which {left:,} are abandoned and {damaged:,} damaged",
+        f"{format_size(summary.nbytes)}, {summary.nbytes / (full or 1):.0%} of what full saves"
+        " would store",
+        "unknown" if goodput is None else f"{goodput:.1%} of the time since it began",
+        "; ".join(best) or "no metric has a recorded mode",
+        checked,
+    ]
 
 
 def _key(label: str, kind: str, path: str = "M1 7H21") -> str:
@@ -136,30 +143,38 @@ def _lineage(report: RunReport) -> str:
 
 
 def _metrics(reports: Sequence[RunReport], names: Sequence[str]) -> str:
-    results = [report.result for report in reports]
-    metrics = [*dict.fromkeys(m for r in results for e in r.entries for m in e.metrics)]
+    metrics = dict[str, None]()
+    for report in reports:
+        for found in (*(e.metrics for e in report.result.entries), *(p.curves for p in report.log)):
+            metrics |= dict.fromkeys(found)
     plots = []
-    for name in metrics[:_MAX_PLOTS]:
-        saved = find_series(results, lambda e: e.record.metrics, name, "saved", "solid")
-        added = find_series(results, lambda e: e.evaluations.metrics(), name, "evaluated", "dashed")
-        plots.append(_plot(name, [*saved, *added], names))
-    more = f"{len(metrics) - len(plots):,} more are not drawn. " if metrics[_MAX_PLOTS:] else ""
-    shown = f'<div class="plots">{"".join(plots)}</div>'
-    return shown + note(f"{more}Metrics exist only at saved versions.")
+    for name in islice(metrics, _MAX_PLOTS):
+        logged = [*find_logged(reports, name)]
+        kind = "marks" if logged else "solid"
+        saved = find_series(reports, lambda e: e.record.metrics, name, "saved", kind)
+        added = find_series(reports, lambda e: e.evaluations.metrics(), name, "evaluated", "dashed")
+        plots.append(_plot(name, [*logged, *saved, *added], names))
+    more = f"{len(metrics) - len(plots):,} more are not drawn. " * (len(metrics) > len(plots))
+    has_log = any(report.log for report in reports)
+    where = "Values between versions are those that the training has logged." if has_log else ""
+    damaged = (f"{file}: {e.brief}" for r in reports for file, e in r.damaged.items())
+    problems = "".join(note(problem, "bad") for problem in islice(damaged, _MAX_LINES))
+    shown = f'<div class="plots">{"".join(plots)}</div>{problems}'
+    return shown + note(more + (where or "Metrics exist only at saved versions."))
 
 
 def _bytes(reports: Sequence[RunReport], names: Sequence[str]) -> str:
-    results = [report.result for report in reports]
-    largest = max((e.nbytes + e.referred_bytes for r in results for e in r.entries), default=0)
+    entries = [e for report in reports for e in report.result.entries]
+    largest = max((e.nbytes + e.referred_bytes for e in entries), default=0)
     unit = format_size(largest).split()[1]
-    scale = 1024.0 ** _UNITS.index(unit)
+    scale = 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
 
     def get(e: VersionEntry) -> dict[str, float]:
         full = {"all": (e.nbytes + e.referred_bytes) / scale} if e.referred_bytes else {}
         return {"own": e.nbytes / scale, **full}
 
-    full = find_series(results, get, "all", "a full save", "dashed")
-    own = find_series(results, get, "own", "stored", "solid")
+    full = find_series(reports, get, "all", "a full save", "dashed")
+    own = find_series(reports, get, "own", "stored", "solid")
     plot = _plot(f"{unit} per save", [*full, *own], names, from_zero=True)
     return f'<div class="plots">{plot}</div>'
 
@@ -172,8 +187,12 @@ def _plot(
     for s in series:
         found = [p for p in s.points if isfinite(p[1])]
         odd += len(s.points) - len(found)
-        label = s.label if s.kind == "abandoned" else f"{names[s.run]} {s.label}".strip()
-        keys[label] = _key(label, f"line s{s.run % 6} {s.kind}")
+        label = (
+            s.label if s.kind == "abandoned" else f"{names[s.run]}: {s.label}".removeprefix(": ")
+        )
+        is_dot = s.kind == "marks"
+        style = f"{'dots' if is_dot else 'line'} s{s.run % 6} {s.kind}"
+        keys[label] = _key(label, style, "M11 7h0" if is_dot else "M1 7H21")
         if found:
             low, high = (format_value(f(v for _, v in found)) for f in (min, max))
             first, last = (f"{format_value(v)} at step {step}" for step, v in (found[0], found[-1]))
@@ -203,9 +222,7 @@ def _config(report: RunReport, first: RunReport) -> str:
 def render_contents(contents: Contents | LimpetError | None) -> str:
     """Return the tree of a version, with the statistics of its tensors."""
     if not isinstance(contents, Contents):
-        return (
-            note("There is no intact version.") if contents is None else note(contents.brief, "bad")
-        )
+        return note(contents.brief, "bad") if contents else note("There is no intact version.")
     numbers = ("size", "mean", "deviation", "range", "not finite", "read", "change")
     head = ("key", "content", *numbers[:4], "histogram", *numbers[4:])
     rows = [_tree_cells(contents, *row) for row in contents.rows]
@@ -214,9 +231,9 @@ def render_contents(contents: Contents | LimpetError | None) -> str:
     return "".join((
         table(head, rows, numbers),
         note(f"{more:,} more rows: limpet show {contents.snapshot.url}" * bool(more)),
-        "" if problem is None else note(problem.brief, "bad"),
-        note(f"{len(contents.statistics):,} tensors were read (see --stats-bytes). A change is the"
-             f" norm of the difference from {earlier}, relative to the norm there."),
+        note(problem and problem.brief, "bad"),
+        note(f"Tensors read: {len(contents.statistics):,} (see --stats-bytes). A change is the norm"
+             f" of the difference from {earlier}, relative to the norm there."),
     ))  # fmt: skip
 
 
@@ -244,18 +261,19 @@ def _versions(report: RunReport, link: str | None) -> str:
     best = {found.version for _, _, found in report.summary.best_versions()}
     for e in entries[: -_MAX_VERSIONS - 1 : -1]:
         name = str(e.version) if link is None else f'<a href="{link}{e.version}">{e.version}</a>'
-        state = f"{e.status}{', pinned' * e.pinned}{', best' * (e.version in best)}"
         metrics, remark = format_metrics(e.metrics), format_metrics(e.note) or e.note or ""
         rows.append([
             name if e.on_lineage else f'<span class="dim">{name}</span>',
             text(e.created[:19].replace("T", " ")),
             format_size(e.nbytes),
             format_size(e.referred_bytes) if e.referred_bytes else "",
-            text(state) + ("" if e.problem is None else note(e.problem.brief, "wrap bad")),
+            text(e.describe(e.version in best)) + note(e.problem and e.problem.brief, "wrap bad"),
             text(e.reason or "", 60),
             f'<span class="wrap">{text(metrics, 300)}</span>',
             f'<span class="wrap">{text(remark, 200)}</span>',
         ])  # fmt: skip
     head = ("version", "created", "own", "referred", "state", "reason", "metrics", "note")
     older = f"{len(entries) - len(rows):,} older ones: limpet ls {report.result.run.url}"
-    return table(head, rows, ("own", "referred")) + note(older * (len(entries) > len(rows)))
+    shown = table(head, rows, ("own", "referred")) + note(older * (len(entries) > len(rows)))
+    form = f'<form action="{link}diff">Compare <input name="a"> with <input name="b"> <button>show'
+    return shown if link is None else f"{form}</button></form>{shown}"

@@ -4,11 +4,12 @@ classes of the style sheet. Texts that are passed are HTML already."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 from math import ceil, floor, isfinite, log10
 
 from limpet.format.names import Version
 from limpet.report.data import Series
-from limpet.run.overview import ListResult, VersionEntry
+from limpet.run.overview import ListResult
 
 STAR = "m0-6 1.8 4h4.2l-3.4 2.7 1.3 4.3-3.9-2.6-3.9 2.6 1.3-4.3-3.4-2.7h4.2z"
 CROSS = "m-4-4 8 8m0-8-8 8"
@@ -82,45 +83,40 @@ def draw_plot(series: Sequence[Series], title: str, text: str, *, from_zero: boo
 
 
 def draw_lineage(result: ListResult, best: Collection[Version], width: int, most: int) -> str:
-    """Return the newest ``most`` branches of a run with versions, as rows of versions."""
-    numbers = sorted({e.version.branch for e in result.entries} | {result.branch})[-most:]
+    """Return at most ``most`` branches of a run with versions, as rows of versions: those of the
+    current lineage, and the newest. Of equal versions at one place, the first one is drawn."""
+    newest = sorted({(e.on_lineage, e.version.branch) for e in result.entries}, reverse=True)
+    numbers = sorted([*dict.fromkeys(number for _, number in newest)][:most])
     rows = {number: _ROW * i + 14 for i, number in enumerate(numbers)}
-    origins = {n: v for n in numbers if (v := result.origin(n)) is not None and v.branch in rows}
     steps = [e.version.step for e in result.entries if e.version.branch in rows]
     height, left = _ROW * len(rows) + 4, len(f"branch {numbers[-1]}") * _CHARACTER + 8
-    x, drawn = _draw_steps([*steps, *(v.step for v in origins.values())], left, width, height)
-    marks = ""
+    x, drawn = _draw_steps(steps, left, width, height)
     for number, y in rows.items():
-        entries = [e for e in result.entries if e.version.branch == number]
-        places = [f"{x(v.step):.1f} {rows[v.branch]}V{y}" for v in [origins.get(number)] if v]
-        places += [f"{x(e.version.step):.1f} {y}" for e in entries[:1]]
         drawn += f'<text class="start" x="0" y="{y + 4}">branch {number}</text>'
-        for kind in ("abandoned", "solid") if places else ():
-            part = [e.version.step for e in entries if e.on_lineage or kind == "abandoned"]
-            end = f"H{x(part[-1]):.1f}" if part else ""
-            if part or number == result.branch:
-                drawn += f'<path class="line s0 {kind}" d="M{places[0]}{end}"/>'
-        marks += _draw_versions(entries, best, x, y)
-    return _wrap(drawn + marks, width, height + _BELOW, "lineage", "versions by step and branch")
-
-
-def _draw_versions(
-    entries: Sequence[VersionEntry], best: Collection[Version], x: Scale, y: int
-) -> str:
-    """Return a mark for each version, or of equal ones at one place, for the first."""
-    drawn: dict[tuple[object, ...], str] = {}
-    for e in entries:
+    for is_current, chain in result.chains():
+        places = [
+            (x(e.version.step), rows[e.version.branch]) for e in chain if e.version.branch in rows
+        ]
+        ends = [[*row][-1] for _, row in groupby(places, key=lambda place: place[1])]
+        line = "".join(f"V{y}H{at:.1f}" for at, y in ends)
+        kind = "solid" if is_current else "abandoned"
+        if places:
+            drawn += f'<path class="line s0 {kind}" d="M{places[0][0]:.1f} {places[0][1]}{line}"/>'
+    marks: dict[tuple[object, ...], str] = {}
+    for e in result.entries:
         kind = "bad" if e.problem is not None else "solid" if e.on_lineage else "abandoned"
-        is_best, place = e.version in best, f"M{x(e.version.step):.1f} {y}"
-        shape = CROSS if kind == "bad" else STAR if is_best else "h0"
-        ring = f'<path class="ring" d="{place}h0"/><path class="hole ring" d="{place}h0"/>'
-        drawn.setdefault(
-            (int(x(e.version.step) / 5), kind, e.pinned, is_best),
-            f'{ring * e.pinned}<path class="{"dots" if shape == "h0" else "mark"} s0 {kind}"'
-            f' d="{place}{shape}"><title>{e.version}: {e.status}{", pinned" * e.pinned}'
-            f"{', best' * is_best}</title></path>",
-        )
-    return "".join(drawn.values())
+        is_best, branch = e.version in best, e.version.branch
+        key = int(x(e.version.step) / 5), branch, kind, e.pinned, is_best
+        if branch in rows and key not in marks:
+            place = f"M{x(e.version.step):.1f} {rows[branch]}"
+            shape = CROSS if kind == "bad" else STAR if is_best else "h0"
+            ring = f'<path class="ring" d="{place}h0"/><path class="hole ring" d="{place}h0"/>'
+            marks[key] = (
+                f'{ring * e.pinned}<path class="{"dots" if shape == "h0" else "mark"} s0 {kind}" d='
+                f'"{place}{shape}"><title>{e.version}: {e.describe(is_best)}</title></path>'
+            )
+    text = "versions by step and branch"
+    return _wrap(drawn + "".join(marks.values()), width, height + _BELOW, "lineage", text)
 
 
 def draw_histogram(counts: Sequence[int], text: str) -> str:

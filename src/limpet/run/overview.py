@@ -290,6 +290,10 @@ class VersionEntry:
         wall = datetime.fromisoformat(self.created).timestamp() - self.record.began
         return min(self.record.trained_seconds / wall, 1.0) if wall > 0 else None
 
+    def describe(self, is_best: bool = False) -> str:
+        """Return the status, and whether the version is pinned, and the best one."""
+        return f"{self.status}{', pinned' * self.pinned}{', best' * is_best}"
+
     @property
     def status(self) -> str:
         if isinstance(self.problem, FormatTooNew):
@@ -326,6 +330,19 @@ class ListResult:
         """Return the version before one: on its branch, or where the branch began."""
         branch = (e.version for e in self.entries if e.version.branch == version.branch)
         return max((v for v in branch if v < version), default=self.origin(version.branch))
+
+    def chains(self) -> list[tuple[bool, list[VersionEntry]]]:
+        """Return versions that follow each other: those of each branch that were left, after the
+        one before them, if it exists; and, with True, those of the current lineage."""
+        by_version, left = {e.version: e for e in self.entries}, dict[int, list[VersionEntry]]()
+        for version, entry in by_version.items():
+            if not entry.on_lineage:
+                if version.branch not in left:
+                    parent = self.parent(version)
+                    left[version.branch] = [by_version[parent]] if parent in by_version else []
+                left[version.branch].append(entry)
+        line = [entry for entry in self.entries if entry.on_lineage]
+        return [*((False, chain) for chain in left.values()), (True, line)]
 
     def config_changes(self) -> Iterator[tuple[Version, list[dict[str, Any]]]]:
         """Yield the versions of the current lineage whose config differs from that before."""

@@ -258,14 +258,13 @@ _STATUS_STYLES = {"latest": "green", "ok": "", "abandoned": "dim"}
 def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) -> list[Cell]:
     base = "" if entry.on_lineage else "dim"
     referred = format_size(entry.referred_bytes) if entry.referred_bytes else ""
-    status = entry.status + ", pinned" * entry.pinned
     return [
         (entry.version.step, base),
         *([(entry.version.branch, base)] if show_branch else []),
         (format_age(entry.created), base),
         (format_size(entry.nbytes), base),
         *([(referred, base)] if show_referred else []),
-        (status, _STATUS_STYLES.get(entry.status, "red")),
+        (entry.describe(), _STATUS_STYLES.get(entry.status, "red")),
         (truncate(entry.reason or "", 12), base),
         (format_metrics(entry.metrics), base),
     ]

@@ -143,8 +143,9 @@ def _render(run: Run, names: list[str], query: dict[str, str], link: str, stats_
     back = f'<p><a href="{link}">all versions</a>'
     if names == [""]:
         return render_report([read_report(result, stats_bytes)], link)
-    if names == ["diff"] and {query.get("a"), query.get("b")} <= entries.keys():
-        a, b = (run.catalog.open(entries[query[side]].version) for side in "ab")
+    sides = [query.get(side, "").strip() for side in "ab"]
+    if names == ["diff"] and {*sides} <= entries.keys():
+        a, b = (run.catalog.open(entries[side].version) for side in sides)
         found = compare_snapshots(a, b)
         configs = compare_configs(a.metadata_node("config"), b.metadata_node("config"))
         lines = [("config", describe_change(change)) for change in configs]
