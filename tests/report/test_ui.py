@@ -98,7 +98,8 @@ def test_pages_of_a_folder_its_runs_versions_and_diffs(serve, runs):
     assert page.sections().keys() == Page(run_cli("report", runs / "a").out).sections().keys()
     assert {"/a/version_20", "/a/version_60", "/a/version_60.1"} <= {*links(page)}
     assert served.ask("/b%20%26%20c/")[0] == 200
-    _, _, version = served.ask("/a/version_60.1")
+    _, headers, version = served.ask("/a/version_60.1")
+    assert headers["Refresh"] is None, "it does not change"
     assert "weights" in version.text
     assert "contents not checked" in version.text
     assert links(version)[:2] == ["/a/", "/a/diff?a=version_40&b=version_60.1"]
@@ -189,11 +190,11 @@ def test_a_store_that_does_not_answer(serve, monkeypatch):
     monkeypatch.setattr(MemoryStore, "list_level", wait)
     monkeypatch.setattr(ui, "WAIT", 0.3)
     began = time.monotonic()
-    replies = [served.ask("/") for _ in range(3)]
+    replies = [served.ask("/", If_None_Match=tag) for tag in ('"a"', '"b"', '"c"')]
     assert time.monotonic() - began < 10
     for status, headers, page in replies:
         assert (status, headers["Refresh"]) == (503, "5")
-        assert "not ready after 0.3 s: the store is slow, or does not answer" in page.text
+        assert "not ready after 0.3 s: the store is slow, or is away" in page.text
     assert [t.name for t in threading.enumerate()].count("limpet-page") == 1, "they share one call"
     answers.set()
     wait_until(lambda: served.ask("/")[0] == 200)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from threading import Lock
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import click
 
@@ -37,8 +36,15 @@ from limpet.storage.open import open_store
 WAIT = 20.0
 """The longest time in seconds for which a request waits for its page, which is made meanwhile."""
 
-_REFRESH, _MAX_CHANGES = 5, 500
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'"
+_REFRESH = {"Refresh": "5"}
+_MAX_CHANGES = 500
+_HEADERS = {
+    "Connection": "close",
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 @click.command("ui")
@@ -55,13 +61,12 @@ def command(place: str, port: int, stats_bytes: int, as_json: bool) -> None:
     """
     is_folder = isinstance(resolve_runs(place, quiet=as_json, require_version=False), list)
     try:
-        server = _Server(("127.0.0.1", port), _Request)
+        server = _Server(port, place, is_folder, stats_bytes)
     except OSError as e:
         if e.errno != errno.EADDRINUSE:
             raise
         raise LimpetError(f"Port {port} is in use; choose another one: --port 0") from None
     with server:
-        server.place, server.is_folder, server.stats_bytes = place, is_folder, stats_bytes
         url = f"http://127.0.0.1:{server.server_address[1]}/"
         print_json({"url": url}, indent=None) if as_json else click.echo(url)
         server.serve_forever()
@@ -70,55 +75,61 @@ def command(place: str, port: int, stats_bytes: int, as_json: bool) -> None:
 class _Server(ThreadingHTTPServer):
     """Makes each page in a thread of its own, which goes on if a request does not wait so long."""
 
-    place, is_folder, stats_bytes = "", False, 0
+    def __init__(self, port: int, place: str, is_folder: bool, stats_bytes: int) -> None:
+        self._place, self._is_folder, self._stats_bytes = place, is_folder, stats_bytes
+        self._lock = Lock()
+        self._calls: dict[str, Call[tuple[str, str]]] = {}
+        self._summaries: list[overview.RunSummary] = []
+        super().__init__(("127.0.0.1", port), _Request)
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # without a look-up of the host's name
-        self._lock = Lock()
-        self._calls: dict[tuple[str, str], Call[tuple[str, str]]] = {}
-        self._summaries: Sequence[overview.RunSummary] = ()
 
     def get_page(self, address: str, known: str) -> tuple[str, str]:
         """Return a page after its tag; no page if the tag is ``known``. Raises ``LimpetError``."""
-        key = address, known
-        with self._lock:
-            if key not in self._calls:
-                self._calls[key] = Call(partial(self._make, *key), "limpet-page")
-            call = self._calls[key]
-        if not call.wait(WAIT):
-            what = f"The page is not ready after {WAIT:g} s: the store is slow, or does not answer"
-            raise Unavailable(what, todo=f"This page tries again every {_REFRESH} s")
-        with self._lock:
-            self._calls.pop(key, None)
-        return call.result()
+        while True:
+            with self._lock:
+                if address not in self._calls:
+                    self._calls[address] = Call(partial(self._make, address, known), "limpet-page")
+                call = self._calls[address]
+            if not call.wait(WAIT):
+                what = f"The page is not ready after {WAIT:g} s: the store is slow, or is away"
+                raise Unavailable(what, todo="This page tries again every 5 s")
+            with self._lock:
+                if self._calls.get(address) is call:
+                    del self._calls[address]
+            tag, html = call.result()
+            if html or tag == known:  # otherwise, it was called for another request
+                return tag, html
 
     def _make(self, address: str, known: str) -> tuple[str, str]:
         url = urlsplit(address)
-        names = [unquote(name) for name in url.path.split("/")[1:]]
-        if self.is_folder and names == [""]:
-            shown = self._render_runs()
-            tag = _make_tag(shown)
-            return tag, "" if tag == known else page(f"Limpet: {self.place}", shown)
-        link, store = "/", open_store(self.place)
-        if self.is_folder:
-            name, *names = names or [""]
+        names, link = [unquote(name) for name in url.path.split("/")[1:]] or ["?"], "/"
+        if self._is_folder:
+            name, *names = names
             link, shown = f"/{quote(name)}/", self._render_runs()
             stores = {run.name: run.catalog.store for run in self._summaries}
+            if not (name or names):
+                tag = _make_tag(shown)
+                return tag, "" if tag == known else page(f"Limpet: {self._place}", shown)
             if name not in stores:
-                raise NotFound(f"There is no such run in {self.place}")
-            store = stores[name]
-        run = Run(store)
-        tag = _make_tag(_read_state(run))
-        query = {name: values[0] for name, values in parse_qs(url.query).items()}
-        return tag, "" if tag == known else _render(run, names, query, link, self.stats_bytes)
+                raise NotFound(f"There is no such run in {self._place}")
+        run = Run(stores[name] if self._is_folder else open_store(self._place))
+        listing, writer = run.listing(), find_writer(run.store)
+        is_running = overview.RunSummary("", run.catalog, writer=writer).is_running()
+        states = overview.read_states(run.store, ("", *map(str, listing.folders)))
+        pins, minute = sorted(listing.lasting_pins), time.time() // overview.CHECK_AGAIN
+        tag = _make_tag((listing.folders, listing.branches, pins, is_running, states, minute))
+        render = partial(_render, run, names, dict(parse_qsl(url.query)), link, self._stats_bytes)
+        return tag, "" if tag == known else render()
 
     def _render_runs(self) -> str:
-        self._summaries = overview.summarize_runs(open_store(self.place), self._summaries)
+        self._summaries = overview.summarize_runs(open_store(self._place), self._summaries)
         rows = []
         for run in reversed(self._summaries):
             cells = [f'<span class="{"bad" * (style == "red")}">{text(content)}</span>'
                      for content, style in run_cells(run)]  # fmt: skip
-            problem = note(run.problem.brief, "bad") if run.problem else ""
+            problem = note(run.problem and run.problem.brief, "bad")
             rows.append([f'<a href="/{quote(run.name)}/">{cells[0]}</a>{problem}', *cells[1:]])
         return table(RUN_COLUMNS, rows, RUN_COLUMNS[1:4]) + note("" if rows else "There is no run.")
 
@@ -127,23 +138,13 @@ def _make_tag(state: object) -> str:
     return f'"{digest(repr(state).encode(errors="backslashreplace"))}"'
 
 
-def _read_state(run: Run) -> object:
-    """Return what differs whenever the pages of a run do, which are also made again each minute."""
-    listing, writer = run.listing(), find_writer(run.store)
-    states = overview.read_states(run.store, ("", *map(str, listing.folders)))
-    names = listing.folders, listing.branches, sorted(listing.lasting_pins), sorted(listing.leases)
-    is_running = overview.RunSummary("", run.catalog, writer=writer).is_running()
-    return names, states, is_running, time.time() // overview.CHECK_AGAIN
-
-
 def _render(run: Run, names: list[str], query: dict[str, str], link: str, stats_bytes: int) -> str:
     """Return the page of a run, a version, or a diff. Raises ``NotFound``."""
     result = overview.list_versions(run, run.listing())
     entries = {str(e.version): e for e in result.entries}
-    back = f'<p><a href="{link}">all versions</a>'
+    back, sides = f'<p><a href="{link}">all versions</a>', [query.get(n, "").strip() for n in "ab"]
     if names == [""]:
         return render_report([read_report(result, stats_bytes)], link)
-    sides = [query.get(side, "").strip() for side in "ab"]
     if names == ["diff"] and {*sides} <= entries.keys():
         a, b = (run.catalog.open(entries[side].version) for side in sides)
         found = compare_snapshots(a, b)
@@ -162,49 +163,46 @@ def _render(run: Run, names: list[str], query: dict[str, str], link: str, stats_
     contents, parent = read_version(result, entry, stats_bytes), result.parent(entry.version)
     if str(parent) in entries:
         back += f' <a href="{link}diff?a={parent}&amp;b={entry.version}">compare with {parent}</a>'
-    problem = note(entry.problem.brief, "bad") if entry.problem else ""
     fields = header_fields(contents.snapshot) if isinstance(contents, Contents) else ()
     rows = [(text(name), f'<span class="wrap">{text(v, 600)}</span>') for name, v in fields]
-    shown = f"{back}</p>{problem}{table(('', ''), rows)}<h2>Contents</h2>"
-    return page(f"Limpet: {entry.version} of {run.url}", shown + render_contents(contents))
+    back += f"</p>{note(entry.problem and entry.problem.brief, 'bad')}"
+    shown = f"{back}{table(('', ''), rows)}<h2>Contents</h2>{render_contents(contents)}"
+    return page(f"Limpet: {entry.version} of {run.url}", shown)
 
 
 class _Request(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # Chromium ignores the tags of older ones
     timeout = 10.0
     server: _Server
 
     def parse_request(self) -> bool:
-        port = self.server.server_address[1]
         if not super().parse_request():
             return False
+        hosts = [f"{name}:{self.server.server_address[1]}" for name in ("127.0.0.1", "localhost")]
         if self.command != "GET":
             self._send(405, page("Limpet", note("Only GET is allowed.", "bad")), Allow="GET")
-        elif self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+        elif self.headers.get("Host") not in hosts:
             self._send(403, page("Limpet", note("The Host is not this machine.", "bad")))
         else:
             return True
         return False
 
     def do_GET(self) -> None:
-        refresh = {"Refresh": str(_REFRESH)}
+        refresh = _REFRESH if self.path.endswith("/") else {}  # a diff may read much
         try:
             tag, html = self.server.get_page(self.path, self.headers.get("If-None-Match", ""))
         except (LimpetError, OSError) as e:
             code = 404 if isinstance(e, NotFound) else 503 if isinstance(e, Unavailable) else 500
+            refresh = refresh if code == 404 else _REFRESH
             self._send(code, page("Limpet", note(format_error_line(e), "bad")), **refresh)
         else:
             self._send(200 if html else 304, html, ETag=tag, **refresh)
 
     def _send(self, code: int, html: str, **headers: str) -> None:
         body = html.encode("ascii", "xmlcharrefreplace")
-        policy = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
-        kind = {
-            "Content-Type": "text/html",
-            "Cache-Control": "no-cache",
-            "Content-Length": str(len(body)),
-        }
         self.send_response(code)
-        for name, value in {**headers, **policy, **(kind if body else {})}.items():
+        length = {"Content-Length": str(len(body))} if body else {}
+        for name, value in (_HEADERS | headers | length).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
