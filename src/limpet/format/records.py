@@ -21,9 +21,6 @@ from limpet.format.strict_json import StrictDecoder
 MAX_RECORD = 1 << 20
 """The maximum size of a record in bytes. A longer record is rejected before it is read."""
 
-MAX_STEP_METRICS = 16 << 20
-"""The same for a file of the metrics log."""
-
 MAX_TEXT = 16_384
 """The maximum length of a cause or a reason, in characters."""
 

@@ -7,12 +7,12 @@ starts have logged after that was lost in a crash, and does not count any more.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Lock
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from limpet import events
 from limpet.errors import AlreadyExists, FormatError, LimpetError
+from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import MAX_STEP, METRICS_LOG, MetricsFile, parse_metrics_file
-from limpet.format.records import MAX_STEP_METRICS, StepMetrics, decode_step_metrics, encode_record
-from limpet.format.sealed import check_length
+from limpet.format.records import StepMetrics, decode_step_metrics, encode_record
 from limpet.machine import utc_now
 from limpet.run.lineage import line_ends
 from limpet.run.metrics import Row, is_on_device, read_rows
@@ -33,14 +33,12 @@ from limpet.storage.store import Store, list_level
 from limpet.threads import look_up_each, no_op
 from limpet.types import Advance
 
-_INTERVAL = 60.0
 _MOST_UNREAD, _MOST_KEPT = 10_000, 100_000  # steps on a device, and while the store fails
 
 
 @dataclass
 class _Start:
-    """A start of a training: the last step that it has written, at first that from which it goes
-    on, and its number, which is 0 before its first file."""
+    """A start of a training: its number, 0 before its first file, and the last step written."""
 
     branch: int
     after: int
@@ -50,10 +48,8 @@ class _Start:
 class MetricsLog:
     """Writes the log, if it ``is_on``. The training thread calls all methods but ``write``."""
 
-    def __init__(
-        self, lock: WriterLock, *, is_on: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._lock, self._is_on, self._clock, self._read_at = lock, is_on, clock, clock()
+    def __init__(self, lock: WriterLock, *, is_on: bool) -> None:
+        self._lock, self._is_on, self._read_at = lock, is_on, monotonic()
         self._start, self._unread = _Start(0, 0), list[Row]()
         self._rows: list[tuple[_Start, Row]] = []  # read, and to be written
         self._is_failing = False
@@ -68,13 +64,12 @@ class MetricsLog:
         """Add checked metrics to those of a step. Each step calls this."""
         if metrics and self._is_on:
             self._unread.append((step, metrics))
-            is_due = self._clock() - self._read_at >= _INTERVAL
-            if is_due or len(self._unread) >= _MOST_UNREAD:
+            if monotonic() - self._read_at >= 60 or len(self._unread) >= _MOST_UNREAD:
                 self.read()
 
     def read(self, *, may_wait: bool = True) -> None:
         """Let what was added be written; without a wait, only what is not on a device."""
-        rows, self._unread, self._read_at = self._unread, [], self._clock()
+        rows, self._unread, self._read_at = self._unread, [], monotonic()
         if not may_wait:
             rows = [row for row in rows if not any(map(is_on_device, row[1].values()))]
         self._rows += [(self._start, row) for row in read_rows(rows)]
@@ -110,10 +105,8 @@ class MetricsLog:
             start.number = 1 + max((file.start for file in list_files(store)), default=0)
         after = min(start.after, rows[0][0])
         record = StepMetrics(start.branch, start.number, after, utc_now(), rows)
-        raw, key = encode_record(record), record.file.key
-        check_length(key, raw, MAX_STEP_METRICS, "Log fewer metrics in a step")
         try:
-            store.put_if_absent(key, raw)
+            store.put_if_absent(record.file.key, encode_record(record))
         except AlreadyExists:  # the last file has only this step, or it was not known to be written
             start.number += 1
         else:
@@ -140,7 +133,7 @@ def read(run: Run, advance: Advance = no_op) -> tuple[list[BranchMetrics], dict[
 
     def look(key: str) -> None:
         try:
-            files.append(decode_step_metrics(get_bounded(run.store, key, MAX_STEP_METRICS), key))
+            files.append(decode_step_metrics(get_bounded(run.store, key, MAX_MANIFEST), key))
         except FormatError as e:
             problems[key] = e
         advance(1)

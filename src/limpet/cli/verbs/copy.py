@@ -17,16 +17,9 @@ from limpet.cli.output import describe_error, format_error_line, json_option, pr
 from limpet.cli.verbs.verify import bytes_to_read
 from limpet.convert.copy import copy_snapshot, find_copy
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
+from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import Version, branch_name, pin_name
-from limpet.format.records import (
-    MAX_RECORD,
-    MAX_STEP_METRICS,
-    BecameBest,
-    Ended,
-    LastingPin,
-    Verified,
-    encode_record,
-)
+from limpet.format.records import MAX_RECORD, BecameBest, Ended, LastingPin, Verified, encode_record
 from limpet.machine import utc_now
 from limpet.run.catalog import read_sessions
 from limpet.run.lineage import last_written
@@ -129,7 +122,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
             result.damaged.append((str(version), e))
     _require_earlier_copy(run, listing, destination, existing, adds_versions=bool(remaining))
 
-    def copy_file(file: str, limit: int = MAX_STEP_METRICS) -> None:
+    def copy_file(file: str, limit: int = MAX_MANIFEST) -> None:
         try:
             raw = get_bounded(run.store, file, limit)
         except FormatError as e:
