@@ -55,6 +55,8 @@ def test_show_has_a_line_for_each_table(training):
     rows = len(training.rows["words"])
     assert f"table, {rows:,} rows of 4 float32, {segments} segments" in words
     assert "KiB" in words
+    page = run_cli("report", training.run.url).out
+    assert f"table, {rows:,} rows of 4 float32" in page
     assert "rows_per_bucket" not in out
     assert "words" not in show(training, "--depth", 1).out
     assert "words" in show(training, "--depth", 2).out

@@ -22,6 +22,7 @@ from tests.report.pages import (
     Page,
     check_nothing_is_clipped,
     drawings,
+    make_huge,
     many_versions,
     report,
 )
@@ -263,6 +264,12 @@ def test_the_metrics_of_every_step_are_drawn_if_they_were_logged(tmp_path):
     damaged = next((tmp_path / METRICS_LOG).iterdir())
     damaged.write_bytes(damaged.read_bytes()[:-2])
     assert f"{METRICS_LOG}/{damaged.name} is damaged" in report(tmp_path).text
+
+
+def test_a_tensor_of_100_gb_is_read_by_blocks(tmp_path):
+    make_huge(tmp_path / "version_1")
+    found = report(tmp_path).sections()["Contents of the newest version"]
+    assert "big array float32 [25000000000] 93.1 GiB 0 0 0 histogram 0 0 0.07% n 1" in found
 
 
 def test_a_store_that_does_not_send_the_contents(monkeypatch):

@@ -242,18 +242,10 @@ def _tree_cells(contents: Contents, row: TreeRow, content: str, nbytes: int | No
     cells = [name, text(content, 44), "" if nbytes is None else format_size(nbytes)]
     if (found := contents.statistics.get(row.key)) is None:
         return [*cells, *[""] * 7]
-    mean, deviation, low, high = map(
-        format_value, (found.mean, found.deviation, found.low, found.high)
-    )
-    share, change = found.elements / prod(row.shape or ()), found.change
-    odd = found.nans + found.infinite
-    return [
-        *cells, mean, deviation, low if low == high else f"{low} to {high}",
-        draw_histogram(found.histogram, f"{low} to {high}") if found.histogram else "",
-        f'<span class="bad">{odd:,}</span>' if odd else "0",
-        "all" if share == 1 else f"{share:.2%}",
-        "" if change is None else "none" if change == 0 else f"{change:.2%}",
-    ]  # fmt: skip
+    texts = found.describe(prod(row.shape or ()))
+    drawn = draw_histogram(found.histogram, texts[2]) if found.histogram else ""
+    odd = texts[3] if texts[3] == "0" else f'<span class="bad">{texts[3]}</span>'
+    return [*cells, *texts[:3], drawn, odd, *texts[4:]]
 
 
 def _versions(report: RunReport, link: str | None) -> str:

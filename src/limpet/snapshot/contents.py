@@ -18,6 +18,7 @@ from limpet.layout.read_plan import ReadRequest, make_read_plan
 from limpet.snapshot.compare import BATCH_BYTES, as_numbers, find_equal_by_digest, read_parts
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.tree_rows import TreeRow, describe_rows, iter_tree_rows
+from limpet.text import format_value
 from limpet.types import BLOCK_SIZE, DTYPES, Box
 
 _BINS = 24
@@ -42,6 +43,20 @@ class Statistics:
     high: float = nan
     histogram: Sequence[int] = ()
 
+    def describe(self, count: int) -> tuple[str, ...]:
+        """Return as text: the mean, the deviation, the range, how many elements are not finite, how
+        many of ``count`` were read, and the change."""
+        low, high = format_value(self.low), format_value(self.high)
+        change = "" if self.change is None else "none" if not self.change else f"{self.change:.2%}"
+        return (
+            format_value(self.mean),
+            format_value(self.deviation),
+            low if low == high else f"{low} to {high}",
+            f"{self.nans + self.infinite:,}",
+            "all" if self.elements == count else f"{self.elements / count:.2%}",
+            change,
+        )
+
 
 @dataclass(slots=True)
 class Contents:
@@ -62,9 +77,9 @@ def read_contents(
     """Return at most ``most`` rows, with statistics for which ``limit`` bytes are read."""
     rows = [*describe_rows([*iter_tree_rows(snapshot, by_table=True)])]
     contents = Contents(snapshot, earlier, rows[:most], len(rows))
-    keys = [row.key for row, *_ in contents.rows if row.has_numbers]
+    keys = [row.key for row, *_ in contents.rows if row.has_numbers and limit]
     try:
-        for key, found in _read_statistics(snapshot, earlier, keys, limit):
+        for key, found in _read_statistics(snapshot, earlier, keys, limit) if keys else ():
             contents.statistics[key] = found
     except (FormatError, StoreError) as e:
         contents.problem = e
