@@ -74,7 +74,11 @@ def test_json(tmp_path):
 @pytest.mark.parametrize("option", [[], ["--csv"], ["--json"]])
 def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, option):
     train(tmp_path, 10)
+    assert run_cli("verify", tmp_path).code == 0
     flip_bit(Run(tmp_path).store, f"{METRICS_LOG}/0.1.1.json")
+    verified = run_cli("verify", tmp_path)
+    assert verified.code == 3
+    assert f"{METRICS_LOG}/0.1.1.json" in verified.out
     result = run_cli("metrics", tmp_path, *option)
     assert result.code == 3
     text = result.out + result.err

@@ -18,6 +18,7 @@ from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run_or_snapshot
 from limpet.convert.export_record import check_export
 from limpet.convert.stored_files import size_of_foreign
+from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import (
     MANIFEST,
     Version,
@@ -31,9 +32,11 @@ from limpet.format.records import (
     decode_about_version,
     decode_branch,
     decode_lasting_pin,
+    decode_step_metrics,
 )
 from limpet.loading.snapshot import Snapshot
 from limpet.run.listing import Listing
+from limpet.run.metrics_log import list_files
 from limpet.run.run import Run
 from limpet.snapshot.location import get_bounded
 from limpet.snapshot.reader import SnapshotReader
@@ -134,7 +137,8 @@ def verify_run(run: Run, listing: Listing, quiet: bool) -> list[VerifyResult]:
             own_bytes[version] = bytes_to_read(snapshot) - snapshot.referred_bytes
     for key, decode in _run_records(run, listing):
         try:
-            decode(get_bounded(run.store, key, MAX_RECORD), key)
+            limit = MAX_MANIFEST if decode is decode_step_metrics else MAX_RECORD
+            decode(get_bounded(run.store, key, limit), key)
         except errors.NotFound:
             continue
         except (errors.FormatError, errors.StoreError) as e:
@@ -165,7 +169,8 @@ def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Sn
 
 
 def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes, str], object]]]:
-    """Return the keys and decoders of branch records, lasting pins, and records about versions."""
+    """Return the keys and decoders of branch records, lasting pins, records about versions, and
+    files of the metrics log."""
     folders = (run.catalog.files(version, listing) for version in listing.folders)
     keys = (stat.key for folder in folders for stat in folder.stats)
     about = ((key, parse_evaluation(key.rpartition("/")[2])) for key in keys)
@@ -173,6 +178,7 @@ def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes,
         *((branch_name(number), decode_branch) for number in listing.branches),
         *((pin_name(str(version)), decode_lasting_pin) for version in sorted(listing.lasting_pins)),
         *((key, partial(decode_about_version, kind=file.kind)) for key, file in about if file),
+        *((file.key, decode_step_metrics) for file in sorted(list_files(run.store))),
     ]
 
 
