@@ -33,6 +33,11 @@ def text(value: object, limit: int = 120) -> str:
     return escape(truncate(to_printable(value), limit))
 
 
+def wrapped(value: object, limit: int = 400) -> str:
+    """Return a text as a cell of several lines; nothing if it is empty."""
+    return f'<span class="wrap">{text(value, limit)}</span>' if value else ""
+
+
 def note(value: object, kind: str = "dim") -> str:
     """Return a text as a paragraph: ``dim``, or ``bad`` for a problem. An empty one is nothing."""
     return f'<p class="{kind}">{text(value, 600)}</p>' if value else ""
@@ -82,9 +87,7 @@ def render_report(reports: Sequence[RunReport], link: str | None = None) -> str:
 def _summary(reports: Sequence[RunReport]) -> str:
     names = ("run", "state", "newest version", "versions", "stored", "goodput", "best", "contents")
     facts = zip(names, *map(_facts, reports), strict=True)
-    rows = [
-        [name, *(f'<span class="wrap">{text(c, 400)}</span>' for c in row)] for name, *row in facts
-    ]
+    rows = [[name, *map(wrapped, row)] for name, *row in facts]
     return table([""] * (len(reports) + 1), rows)
 
 
@@ -261,8 +264,8 @@ def _versions(report: RunReport, link: str | None) -> str:
             format_size(e.referred_bytes) if e.referred_bytes else "",
             text(e.describe(e.version in best)) + note(e.problem and e.problem.brief, "wrap bad"),
             text(e.reason or "", 60),
-            f'<span class="wrap">{text(metrics, 300)}</span>',
-            f'<span class="wrap">{text(remark, 200)}</span>',
+            wrapped(metrics, 300),
+            wrapped(remark, 200),
         ])  # fmt: skip
     head = ("version", "created", "own", "referred", "state", "reason", "metrics", "note")
     older = f"{len(entries) - len(rows):,} older ones: limpet ls {report.result.run.url}"

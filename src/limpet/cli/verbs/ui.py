@@ -26,7 +26,7 @@ from limpet.errors import LimpetError, NotFound, Unavailable
 from limpet.format.config import compare_configs, describe_change
 from limpet.format.digest import digest
 from limpet.report.data import read_report, read_version
-from limpet.report.html import note, page, render_contents, render_report, table, text
+from limpet.report.html import note, page, render_contents, render_report, table, text, wrapped
 from limpet.run import overview
 from limpet.run.run import Run
 from limpet.run.writer_lock import find_writer
@@ -164,7 +164,7 @@ def _render(run: Run, names: list[str], query: dict[str, str], link: str, stats_
     if str(parent) in entries:
         back += f' <a href="{link}diff?a={parent}&amp;b={entry.version}">compare with {parent}</a>'
     fields = header_fields(contents.snapshot) if isinstance(contents, Contents) else ()
-    rows = [(text(name), f'<span class="wrap">{text(v, 600)}</span>') for name, v in fields]
+    rows = [(text(name), wrapped(value, 600)) for name, value in fields]
     back += f"</p>{note(entry.problem and entry.problem.brief, 'bad')}"
     shown = f"{back}{table(('', ''), rows)}<h2>Contents</h2>{render_contents(contents)}"
     return page(f"Limpet: {entry.version} of {run.url}", shown)
