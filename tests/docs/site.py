@@ -17,7 +17,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
-SCRIPT = re.compile(r"^(```\w+) (\S+)$", re.MULTILINE)
 LINK = re.compile(r"(?P<file>[\w./-]+\.md)?\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 MOVED = {
