@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -178,12 +177,11 @@ def _serve(pipe, modules):
 def _run(name, run, arguments, kill, ranks, output):
     end = time.monotonic() + LIMIT
     Path(output).unlink(missing_ok=True)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    # as with torchrun, no rank serves it: one could end while another still reads
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     _other_ranks.clear()
     for rank in range(ranks):
-        train = partial(_train, name, run, arguments, kill, (rank, ranks), port, output)
+        train = partial(_train, name, run, arguments, kill, (rank, ranks), store.port, output)
         _other_ranks.append(fork(train))
     return [wait(pid, end) for pid in _other_ranks]
 
@@ -200,7 +198,8 @@ def _train(name, run, arguments, kill, place, port, output):
         os.environ |= {
             "RANK": here, "LOCAL_RANK": here, "WORLD_SIZE": everywhere,
             "LOCAL_WORLD_SIZE": everywhere, "GROUP_RANK": "0", "NODE_RANK": "0",
-            "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
     seed = 5 if not Path(run).exists() else random.SystemRandom().getrandbits(32)
     random.seed(seed)  # a resume depends on nothing that a script draws before it
