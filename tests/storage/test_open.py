@@ -243,6 +243,7 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
         ("show", f"{url}@1"),
         ("verify", url),
         ("report", url),
+        ("metrics", url),
         ("diff", f"{url}@1", f"{url}/version_2"),
         ("copy", f"{url}@1", f"{tmp_path}/out/version_1"),
         ("copy", url, "shelf://two/run"),

@@ -142,6 +142,7 @@ def test_a_training_and_every_command(server_url, tmp_path):
     assert 3 not in steps_of(url)
     succeed("ls", server_url)  # several runs
     succeed("report", url)
+    succeed("metrics", url)
     succeed("best", server_url, "--metric", "leaves", "--mode", "max")
     assert commands.verbs == {*VERBS} - {"run", "ui"}
 
