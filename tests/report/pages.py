@@ -10,7 +10,9 @@ import numpy as np
 
 import limpet
 from limpet.format.digest import digest
-from limpet.format.names import MANIFEST
+from limpet.format.names import MANIFEST, Version
+from limpet.format.records import Branch, encode_record
+from limpet.snapshot.reader import open_snapshot
 from tests.cli.invoke import run_cli
 from tests.forging import seal, sealed_content
 
@@ -109,21 +111,27 @@ def check_nothing_is_clipped(drawing):
             assert 3 <= float(y) <= drawing.height
 
 
-def many_versions(folder, count):
-    """Make a run of ``count`` versions by links to the files of one of them."""
+def many_versions(folder, count, branches=0, metrics=("loss",)):
+    """Make a run of ``count`` versions by links to the files of one of them. Each of ``branches``
+    begins at version 1, and has as many versions."""
     with limpet.Run(str(folder)).writer() as writer:
-        writer.save({"x": np.arange(3)}, step=1, metrics={"loss": 1.0})
-    first = folder / "version_1"
-    content = sealed_content((first / MANIFEST).read_bytes())
-    files = [name for name in os.listdir(first) if name != MANIFEST]
+        writer.save({"x": np.arange(3)}, step=1, metrics=dict.fromkeys(metrics, 1.0))
+    content = sealed_content((folder / "version_1" / MANIFEST).read_bytes())
+    files = [name for name in os.listdir(folder / "version_1") if name != MANIFEST]
     for step in range(2, count + 1):
-        version = folder / f"version_{step}"
+        content["step"], content["branch"] = step, 1 + step % branches if branches else 0
+        version = folder / str(Version(step, content["branch"]))
         version.mkdir()
         for name in files:
-            os.link(first / name, version / name)
-        content["step"] = step
-        content["metadata"]["dict"]["metrics"]["dict"]["loss"] = 1 / step
+            os.link(folder / "version_1" / name, version / name)
+        values = {name: (i + 1) / step for i, name in enumerate(metrics)}
+        content["metadata"]["dict"]["metrics"]["dict"] = values
         (version / MANIFEST).write_bytes(seal(content))
+    digest_of_first = open_snapshot(str(folder / "version_1")).digest
+    for number in range(1, branches + 1):
+        at, reason = "2026-11-30T00:00:00+00:00", "on request"
+        record = Branch(number, "version_1", digest_of_first, at, reason)
+        (folder / f"branch-{number}.json").write_bytes(encode_record(record))
 
 
 def make_huge(folder, nbytes=100_000_000_000):

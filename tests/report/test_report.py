@@ -156,6 +156,20 @@ def test_ten_thousand_versions(tmp_path):
     assert "1 at step 1 to 0.0001 at step 10000" in drawings(page)[2].text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("branches", "metrics"), [(3000, 1), (24, 40)])
+def test_ten_thousand_versions_on_many_branches(tmp_path, branches, metrics):
+    many_versions(tmp_path, 10_000, branches, [f"m{i}" for i in range(metrics)])
+    began = time.process_time()
+    page = report(tmp_path)
+    assert time.process_time() - began < 5
+    assert len(page.html) < 2_000_000
+    assert f"branch {branches} starts at version_1 (on request)" in page.sections()["Lineage"]
+    cut = "Of abandoned branches, the newest 24 are drawn." in page.sections()["Metrics"]
+    assert cut == (branches == 3000)
+    assert page.html.count('class="line s0 abandoned"') < 24 * (metrics + 4) + 5
+
+
 ODD = {"nan": nan, "inf": inf, "large": 1e300, "huge": -1.7e308, "tiny": 5e-324, "zero": 0.0}
 
 
@@ -163,7 +177,7 @@ def test_metrics_that_are_hard_to_draw(tmp_path):
     for step, scale in ((1, 1.0), (2, -1.0), (3, 0.5), (4, 1.0)):
         metrics = {name: value * scale for name, value in ODD.items()}
         if step == 3:
-            metrics = {"<script>": 1.0, HOSTILE: nan}
+            metrics = {"<script>": 1.0, HOSTILE: nan, "once": 1.7e308}
         save(tmp_path, {"x": np.arange(3)}, step=step, metrics=metrics)
     page = report(tmp_path)
     found = page.sections()["Metrics"]
@@ -261,6 +275,13 @@ def test_the_metrics_of_every_step_are_drawn_if_they_were_logged(tmp_path):
     [line] = re.findall(r'class="line s0 thin" d="([^"]*)"', drawing.svg)
     assert line.count("L") == 49
     assert "every step: 1 at step 1 to 0.02 at step 50" in drawing.text
+    for step in (20, 40):  # only some versions have it
+        limpet.Run(tmp_path).add_metrics(step, {"val": 1.0}, name="job")
+    for step in (1, 2):
+        save(tmp_path / "b", {"x": 1}, step=step, metrics={"loss": 1.0})
+    both = report(tmp_path, tmp_path / "b")
+    assert re.search("val [^ ]*: evaluated", both.sections()["Metrics"])
+    assert 'class="line s1 solid"' in both.html, "the run without a log has a line"
     damaged = next((tmp_path / METRICS_LOG).iterdir())
     damaged.write_bytes(damaged.read_bytes()[:-2])
     assert f"{METRICS_LOG}/{damaged.name} is damaged" in report(tmp_path).text

@@ -15,6 +15,9 @@ from limpet.snapshot.contents import Contents, read_contents
 READ_SECONDS = 60.0
 """The longest time for which a page waits for the contents of a version."""
 
+MAX_BRANCHES = 24
+"""The number of abandoned branches that a plot shows: the newest ones."""
+
 _MAX_ROWS = 400
 
 Getter = Callable[[VersionEntry], Mapping[str, float]]
@@ -75,7 +78,7 @@ def find_series(
 ) -> Iterator[Series]:
     """Yield the numbers called ``name`` that ``get`` finds in the versions of runs."""
     for number, report in enumerate(reports):
-        for is_current, chain in report.result.chains():
+        for is_current, chain in report.result.chains()[-1 - MAX_BRANCHES :]:
             found = [e for e in chain if name in get(e)]
             if found and found[-1].on_lineage == is_current:  # not only the one before a branch
                 points = [(e.version.step, get(e)[name]) for e in found]
@@ -87,12 +90,14 @@ def find_logged(reports: Sequence[RunReport], name: str) -> Iterator[Series]:
     """Yield the values of a metric at every step that was logged."""
     for number, report in enumerate(reports):
         line = list[tuple[int, float]]()
-        for piece in report.log:
+        left = [piece for piece in report.log if not piece.is_current][-MAX_BRANCHES:]
+        saved = {e.version.step for e in report.result.entries if name in e.metrics}
+        for piece in (*left, *(piece for piece in report.log if piece.is_current)):
             steps, values = piece.curves.get(name, ((), ()))
             points = [*zip(map(int, steps), map(float, values), strict=True)]
             if piece.is_current:
                 line += points
-            elif points:
+            elif not saved.issuperset(steps):
                 yield Series(number, "abandoned", "abandoned", points)
-        if line:
+        if not saved.issuperset(step for step, _ in line):  # a metric of versions only is not here
             yield Series(number, "every step", "thin", line)

@@ -17,7 +17,7 @@ from limpet.errors import LimpetError
 from limpet.format import tree
 from limpet.format.config import compare_configs, config_entries, describe_change
 from limpet.format.names import to_dotted
-from limpet.report.data import RunReport, Series, find_logged, find_series
+from limpet.report.data import MAX_BRANCHES, RunReport, Series, find_logged, find_series
 from limpet.report.svg import CROSS, STAR, draw_histogram, draw_lineage, draw_plot
 from limpet.run.overview import VersionEntry
 from limpet.snapshot.contents import Contents
@@ -25,7 +25,7 @@ from limpet.snapshot.tree_rows import TreeRow, format_short
 from limpet.text import format_metrics, format_size, format_value, to_printable, truncate
 from limpet.version import __version__
 
-_MAX_PLOTS, _MAX_VERSIONS, _MAX_BRANCHES, _MAX_LINES = 40, 300, 24, 100
+_MAX_PLOTS, _MAX_VERSIONS, _MAX_LINES = 40, 300, 100
 
 
 def text(value: object, limit: int = 120) -> str:
@@ -127,7 +127,7 @@ def _lineage(report: RunReport) -> str:
     if not result.entries:
         return note("There is no version.")
     best = {found.version for _, _, found in report.summary.best_versions()}
-    wide, narrow = (draw_lineage(result, best, width, _MAX_BRANCHES) for width in (1200, 360))
+    wide, narrow = (draw_lineage(result, best, width, MAX_BRANCHES) for width in (1200, 360))
     keys = (
         _key("current line", "line s0") + _key("abandoned", "line abandoned")
         + _key("damaged, or skipped by a resume", "mark bad", f"M11 7{CROSS}")
@@ -137,7 +137,7 @@ def _lineage(report: RunReport) -> str:
         note(f"branch {number}: {branch.brief}", "bad")
         if isinstance(branch, LimpetError)
         else note(f"branch {number} starts at {branch.from_version} ({branch.reason})")
-        for number, branch in [*result.branches.items()][-_MAX_BRANCHES:]
+        for number, branch in [*result.branches.items()][-MAX_BRANCHES:]
     ]
     if more := len(result.branches) - len(lines):
         lines.append(note(f"{more:,} older branches are not shown."))
@@ -153,11 +153,16 @@ def _metrics(reports: Sequence[RunReport], names: Sequence[str]) -> str:
     plots = []
     for name in islice(metrics, _MAX_PLOTS):
         logged = [*find_logged(reports, name)]
-        kind = "marks" if logged else "solid"
-        saved = find_series(reports, lambda e: e.record.metrics, name, "saved", kind)
+        runs = {s.run for s in logged if s.kind == "thin"}
+        saved = (
+            s._replace(kind="marks") if s.kind == "solid" and s.run in runs else s
+            for s in find_series(reports, lambda e: e.record.metrics, name, "saved", "solid")
+        )
         added = find_series(reports, lambda e: e.evaluations.metrics(), name, "evaluated", "dashed")
         plots.append(_plot(name, [*logged, *saved, *added], names))
     more = f"{len(metrics) - len(plots):,} more are not drawn. " * (len(metrics) > len(plots))
+    if any(len(report.result.chains()) > MAX_BRANCHES + 1 for report in reports):
+        more += f"Of abandoned branches, the newest {MAX_BRANCHES} are drawn. "
     has_log = any(report.log for report in reports)
     where = "Values between versions are those that the training has logged." if has_log else ""
     damaged = (f"{file}: {e.brief}" for r in reports for file, e in r.damaged.items())

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from math import ceil, floor, isfinite, log10
+from sys import float_info
 
 from limpet.format.names import Version
 from limpet.report.data import Series
@@ -15,18 +16,19 @@ STAR = "m0-6 1.8 4h4.2l-3.4 2.7 1.3 4.3-3.9-2.6-3.9 2.6 1.3-4.3-3.4-2.7h4.2z"
 CROSS = "m-4-4 8 8m0-8-8 8"
 _WIDTH, _HEIGHT, _BELOW = 360, 190, 30
 _CHARACTER = 7.0  # the width of a character of a label, at most
-_MAX_POINTS, _MAX_DOTS, _ROW = 400, 60, 26
+_MAX_POINTS, _MAX_DOTS, _ROW = 400, 60, 26  # points of one series, in a plot of up to four
 
 Scale = Callable[[float], float]
 
 
 def find_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return about ``count`` round numbers at equal distances, between which all values are."""
-    pad = (abs(low) / 4 or 1.0) * (low == high)
-    half = max(high / 2 - low / 2 + pad, 1e-300)  # the whole may overflow
+    pad, most = (abs(low) / 4 or 1.0) * (low == high), float_info.max
+    low, high = max(low - pad, -most), min(high + pad, most)
+    half = max(high / 2 - low / 2, 1e-300)  # the whole may overflow
     power = 10.0 ** floor(log10(half / count * 2))
     step = next(m * power for m in (1, 2, 5, 10, 20) if m * power >= half / count * 1.999)
-    ends = floor((low - pad) / step + 1e-9), ceil((high + pad) / step - 1e-9)
+    ends = floor(low / step + 1e-9), ceil(high / step - 1e-9)
     last = max(ends[1], ends[0] + 1)
     return [i * step for i in range(ends[0], last + 1) if isfinite(i * step)]
 
@@ -47,19 +49,20 @@ def _scale(low: float, high: float, start: float, stop: float) -> Scale:
     return lambda v: start + (stop - start) * ((v / 2 - low / 2) / (high / 2 - low / 2))
 
 
-def _thin(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """Return the points; of many, the lowest and the highest one of each interval."""
-    if len(points) <= _MAX_POINTS:
+def _thin(points: Sequence[tuple[int, float]], most: int) -> Sequence[tuple[int, float]]:
+    """Return the points; if over ``most``, the lowest and the highest one of each interval."""
+    if len(points) <= most:
         return points
     finite = [p for p in points if isfinite(p[1])]
-    size = 2 * ceil(len(finite) / _MAX_POINTS) or 1
+    size = 2 * ceil(len(finite) / most) or 1
     groups = (sorted(finite[i : i + size], key=lambda p: p[1]) for i in range(0, len(finite), size))
     return [point for group in groups for point in sorted({group[0], group[-1]})]
 
 
 def draw_plot(series: Sequence[Series], title: str, text: str, *, from_zero: bool = False) -> str:
     """Return a plot of series over steps, of which some value is finite."""
-    lines = [(s, _thin(s.points)) for s in series]
+    most = max(min(_MAX_POINTS, 4 * _MAX_POINTS // len(series)), 16)
+    lines = [(s, _thin(s.points, most)) for s in series]
     values = [v for _, points in lines for _, v in points if isfinite(v)]
     ticks = find_ticks(min(0, *values) if from_zero else min(values), max(values))
     labels, bottom = format_ticks(ticks), _HEIGHT - _BELOW
@@ -76,7 +79,7 @@ def draw_plot(series: Sequence[Series], title: str, text: str, *, from_zero: boo
                 place = f"{x(step):.1f} {y(value):.1f}"
                 line, dots = f"{line}{pen}{place}{'h0' * (pen == 'M')}", f"{dots}M{place}h0"
             pen = "L" if isfinite(value) else "M"  # a value that is not finite is a gap
-        color, dots = f"s{one.run % 6} {one.kind}", dots * (len(points) <= _MAX_DOTS)
+        color, dots = f"s{one.run % 6} {one.kind}", dots * (len(one.points) <= _MAX_DOTS)
         drawn += f'<path class="line {color}" d="{line}"/><path class="dots {color}" d="{dots}"/>'
         drawn += f'<path class="hole" d="{dots}"/>' * (one.kind == "dashed")
     return _wrap(drawn, _WIDTH, _HEIGHT, title, text)
@@ -100,7 +103,7 @@ def draw_lineage(result: ListResult, best: Collection[Version], width: int, most
         ends = [[*row][-1] for _, row in groupby(places, key=lambda place: place[1])]
         line = "".join(f"V{y}H{at:.1f}" for at, y in ends)
         kind = "solid" if is_current else "abandoned"
-        if places:
+        if places and chain[-1].version.branch in rows:
             drawn += f'<path class="line s0 {kind}" d="M{places[0][0]:.1f} {places[0][1]}{line}"/>'
     marks: dict[tuple[object, ...], str] = {}
     for e in result.entries:

@@ -333,16 +333,20 @@ class ListResult:
 
     def chains(self) -> list[tuple[bool, list[VersionEntry]]]:
         """Return versions that follow each other: those of each branch that were left, after the
-        one before them, if it exists; and, with True, those of the current lineage."""
-        by_version, left = {e.version: e for e in self.entries}, dict[int, list[VersionEntry]]()
-        for version, entry in by_version.items():
+        one before them, if it exists, the newest branch last; and, with True, those of the current
+        lineage."""
+        left, last = dict[int, list[VersionEntry]](), dict[int, VersionEntry]()
+        by_version: dict[Version | None, VersionEntry] = {e.version: e for e in self.entries}
+        for entry in self.entries:
+            branch = entry.version.branch
             if not entry.on_lineage:
-                if version.branch not in left:
-                    parent = self.parent(version)
-                    left[version.branch] = [by_version[parent]] if parent in by_version else []
-                left[version.branch].append(entry)
+                if branch not in left:
+                    parent = last.get(branch) or by_version.get(self.origin(branch))
+                    left[branch] = [parent] if parent else []
+                left[branch].append(entry)
+            last[branch] = entry
         line = [entry for entry in self.entries if entry.on_lineage]
-        return [*((False, chain) for chain in left.values()), (True, line)]
+        return [*((False, chain) for _, chain in sorted(left.items())), (True, line)]
 
     def config_changes(self) -> Iterator[tuple[Version, list[dict[str, Any]]]]:
         """Yield the versions of the current lineage whose config differs from that before."""
