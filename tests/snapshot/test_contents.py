@@ -75,6 +75,24 @@ def test_the_change_is_relative_to_the_snapshot_before():
     contents = read(after, before)
     changes = {key: found.change for key, found in contents.statistics.items()}
     assert changes == {"a": 0.25, "b": 0.0, "c": None, "d": np.inf}
+    assert contents.statistics["d"].describe(3)[-1] == "from 0"
+
+
+def test_no_change_means_that_all_bytes_are_equal():
+    """Small tensors share a chunk, so that digests do not tell. Of a large one, a part is read."""
+    before = {"zero": np.zeros(4), "nan": np.ones(4), "sign": np.zeros(4), "other": np.ones(4)}
+    before["large"] = np.ones((40, MIB // 4), np.float32)
+    after = {key: value.copy() for key, value in before.items()}
+    after["nan"][2], after["sign"][1], after["other"][0], after["large"][-1, -5:] = (
+        np.nan,
+        -0.0,
+        2,
+        7,
+    )
+    statistics = read(after, before, limit=20 * MIB).statistics
+    changes = {key: found.describe(before[key].size)[-1] for key, found in statistics.items()}
+    least = dict.fromkeys(("nan", "sign", "large"), "0.00%")
+    assert changes == {"zero": "none", "other": "50.00%", **least}
 
 
 class Counting(MemoryStore):

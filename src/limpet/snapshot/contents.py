@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil, nan, prod
+from math import ceil, inf, nan, prod
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ Parts = list[tuple[str, Box]]
 class Statistics:
     """Of the ``elements`` of a tensor that were read; of complex numbers, of their absolute values.
     ``histogram``: counts in intervals of one width from ``low`` to ``high``. ``change``: the norm
-    of the difference from the earlier snapshot, divided by the norm there, and exactly 0.0 if the
-    bytes of the whole tensor are equal; None: not compared."""
+    of the difference from the earlier snapshot, divided by the norm there (inf if that is 0), and
+    exactly 0.0 only if the bytes of the whole tensor are equal; None: not compared."""
 
     elements: int
     nans: int
@@ -54,7 +54,7 @@ class Statistics:
             low if low == high else f"{low} to {high}",
             f"{self.nans + self.infinite:,}",
             "all" if self.elements == count else f"{self.elements / count:.2%}",
-            change,
+            "from 0" if self.change == inf else change,
         )
 
 
@@ -107,8 +107,10 @@ def _read_statistics(
         new_rows = _read_batch(snapshot, batch)
         old_rows = {} if earlier is None else _read_batch(earlier, old_batch)
         for key, rows in new_rows.items():
-            x, y = (r if r is None else as_numbers(r, snapshot.leaves[key][0])
-                    for r in (rows, old_rows.get(key)))  # fmt: skip
+            (dtype, shape), before = snapshot.leaves[key], old_rows.get(key)
+            if before is not None and len(rows) == prod(shape) and np.array_equal(rows, before):
+                equal.add(key)
+            x, y = (r if r is None else as_numbers(r, dtype) for r in (rows, before))
             if x is not None:
                 yield key, _compute(x, y, change=0.0 if key in equal else None)
 
@@ -153,11 +155,11 @@ def _compute(x: Any, y: Any, *, change: float | None) -> Statistics:
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     values = x.astype(wide)
     with np.errstate(all="ignore"):
-        if y is not None:
+        if y is not None and change is None:
             old = y.astype(wide)
             both = np.isfinite(values) & np.isfinite(old)
-            norm = np.linalg.norm(old[both])
-            change = float(np.linalg.norm((values - old)[both]) / norm)
+            gap, norm = (np.linalg.norm(v[both]) for v in (values - old, old))
+            change = max(float(gap / norm) if gap else 0.0, 5e-324)  # what differs was not seen
         values = np.abs(values) if x.dtype.kind == "c" else values
         finite = values[np.isfinite(values)]
         nans = int(np.isnan(values).sum())
