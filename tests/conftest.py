@@ -32,6 +32,9 @@ python_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathse
 if STARTUP not in python_path:
     os.environ["PYTHONPATH"] = os.pathsep.join([*python_path, STARTUP])
 
+# by default, Ray gives its workers processor time only if nothing else wants it: not beside tests
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 
 def pytest_addoption(parser):
     parser.addoption(

@@ -3,10 +3,13 @@
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 
 import torch
+
+import limpet
 
 
 def fork(work):
@@ -39,6 +42,15 @@ def wait(pid, end):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return "no end"
+
+
+def send_sigterm():
+    """Send SIGTERM to this process, and wait until the notice was seen: a training could end before
+    that, with 0."""
+    seen = threading.Event()
+    with limpet.attach(lambda name, fields: seen.set() if name == "notice" else None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        seen.wait(5)
 
 
 def describe(value, key):

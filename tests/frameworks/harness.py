@@ -23,7 +23,7 @@ import torch
 
 import limpet
 from tests.fork_server import FORK_SERVER
-from tests.forks import describe, fork, wait
+from tests.forks import describe, fork, send_sigterm, wait
 
 LIMIT = 120.0
 """Seconds for one process."""
@@ -57,11 +57,12 @@ def _end():
             checkpointer._saver.wait()
     sys.stdout.flush()
     sys.stderr.flush()
-    if _kill.signal == signal.SIGKILL:  # before they notice that this rank is gone
-        for pid in _other_ranks:
-            os.kill(pid, signal.SIGKILL)
+    if _kill.signal == signal.SIGTERM:
+        send_sigterm()
+        return
+    for pid in _other_ranks:  # before they notice that this rank is gone
+        os.kill(pid, _kill.signal)
     os.kill(os.getpid(), _kill.signal)
-    time.sleep(0.1)  # the thread that watches for a notice must see it before the training ends
 
 
 _checkpointers: list = []

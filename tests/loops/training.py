@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import limpet
+from tests.forks import send_sigterm
 from tests.loops.datasets import BATCH, LENGTH, BadSample, Images, make_loader
 
 
@@ -124,7 +125,7 @@ class Training:
         if self.kill.endswith("!"):
             raise Interrupted
         if self.kill.endswith("~"):
-            os.kill(os.getpid(), signal.SIGTERM)  # it ends after the next step
+            send_sigterm()  # it ends after the next step
             return
         if place != "save":
             ckpt.wait()
