@@ -1,9 +1,11 @@
 """``limpet ui``: the same pages on loopback, read-only, for this machine only."""
 
 import http.client
+import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,6 +17,8 @@ import limpet
 from limpet.cli.verbs import ui
 from limpet.errors import Unavailable
 from limpet.format.names import MANIFEST
+from limpet.format.records import StepMetrics, encode_record
+from limpet.run import overview
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
@@ -130,22 +134,55 @@ def test_a_page_changes_if_the_listing_does(serve):
     assert served.ask("/", If_None_Match=known)[0] == 200
 
 
+def test_a_page_changes_if_the_metrics_log_does(serve, tmp_path, monkeypatch):
+    """Its folder changes, but not that of the run."""
+    monkeypatch.setattr(overview, "CHECK_AGAIN", 1e9)
+    monkeypatch.setattr(overview, "_SETTLED", -1.0)
+    store = make_run(LocalStore(tmp_path))
+
+    def log(step):
+        record = StepMetrics(0, step, step, "2026-11-30T00:00:00+00:00", [(step, {"m": 9.0})])
+        store.put_if_absent(record.file.key, encode_record(record))
+
+    log(70)
+    served = serve(tmp_path)
+    known = served.ask("/")[1]["ETag"]
+    assert served.ask("/", If_None_Match=known)[0] == 304
+    log(80)
+    assert served.ask("/", If_None_Match=known)[0] == 200
+
+
+@pytest.mark.parametrize("name", [b"\xff run", b"a#b?c%2e\"'", "\u202e\u00e9".encode()])
+def test_names_that_are_hard_to_write_in_an_address(serve, tmp_path, name):
+    make_run(LocalStore(tmp_path / os.fsdecode(name)))
+    served = serve(tmp_path)
+    status, _, page = served.ask("/")
+    assert status == 200
+    [link] = links(page)
+    status, _, page = served.ask(link)
+    assert (status, "version_60" in page.text) == (200, True)
+    assert served.ask(next(url for url in links(page) if url.endswith("version_60")))[0] == 200
+
+
 def test_only_get_from_this_machine_is_served(serve, runs):
     served = serve(runs)
+    policy = served.ask("/")[1]["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'")
     for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "X"):
         status, headers, _ = served.ask("/", method)
         assert (status, headers["Allow"]) == (405, "GET")
     assert served.server.server_address[0] == "127.0.0.1"
     for host in ("evil.example", f"evil.example:{served.port}", "127.0.0.1", "", None):
         assert served.ask("/", Host=host)[0] == 403, host
-    assert served.ask("/", Host=f"localhost:{served.port}")[0] == 200
-    policy = served.ask("/")[1]["Content-Security-Policy"]
-    assert policy.startswith("default-src 'none'")
+    for host in (f"localhost:{served.port}", f"LocalHost:{served.port}"):
+        assert served.ask("/", Host=host)[0] == 200
+    served.server.server_address = "127.0.0.1", 80  # which browsers omit
+    assert [served.ask("/", Host=host)[0] for host in ("localhost", "evil.example")] == [200, 403]
 
 
 ABSENT = """/../a/ /a/.. /a/../../etc/passwd /%2e%2e/a/ /a/%2e%2e/b /..%2fa/ //etc/passwd /c/ /a
  /. /a/. x /a/version_20/manifest.json /a/version_21 /a/version_20.7 /a/version_20/ /a/diff /a/%00
- /a/diff?a=version_20 /a/diff?a=version_20&b=../x /a%00/ /x?<b> /<script>"""
+ /a/diff?a=version_20 /a/diff?a=version_20&b=../x /a%00/ /x?<b> /<script> /%ff/ *"""
 
 
 def test_what_is_not_there_is_not_found(serve, runs):
@@ -218,6 +255,20 @@ def test_a_client_that_sends_nothing_does_not_keep_others_waiting(serve, runs):
     served = serve(runs)
     with socket.create_connection(("127.0.0.1", served.port)):
         assert served.ask("/")[0] == 200
+
+
+def test_a_browser_that_does_not_wait(serve, runs, capsys):
+    served, host = serve(runs), b"Host: localhost:%d\r\n\r\n"
+    for request in (b"GET", b"GET /a/ HTTP/1.1\r\n" + host % served.port):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            reset = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            connection.sendall(request)
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(b"GET http://[::1/ HTTP/1.1\r\n" + host % served.port)
+        assert b"404 Not Found" in connection.recv(100)
+    wait_until(lambda: "process_request_thread" not in str(threading.enumerate()))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

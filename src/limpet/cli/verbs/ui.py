@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import errno
 import time
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from threading import Lock
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote
 
 import click
 
@@ -27,7 +28,7 @@ from limpet.format.config import compare_configs, describe_change
 from limpet.format.digest import digest
 from limpet.report.data import read_report, read_version
 from limpet.report.html import note, page, render_contents, render_report, table, text, wrapped
-from limpet.run import overview
+from limpet.run import metrics_log, overview
 from limpet.run.run import Run
 from limpet.run.writer_lock import find_writer
 from limpet.snapshot.contents import Contents
@@ -103,11 +104,12 @@ class _Server(ThreadingHTTPServer):
                 return tag, html
 
     def _make(self, address: str, known: str) -> tuple[str, str]:
-        url = urlsplit(address)
-        names, link = [unquote(name) for name in url.path.split("/")[1:]] or ["?"], "/"
+        path, _, query = address.partition("?")
+        names = [unquote(name, errors="surrogateescape") for name in path.split("/")[1:]] or ["?"]
+        link = "/"
         if self._is_folder:
             name, *names = names
-            link, shown = f"/{quote(name)}/", self._render_runs()
+            link, shown = f"/{_quote(name)}/", self._render_runs()
             stores = {run.name: run.catalog.store for run in self._summaries}
             if not (name or names):
                 tag = _make_tag(shown)
@@ -119,8 +121,9 @@ class _Server(ThreadingHTTPServer):
         is_running = overview.RunSummary("", run.catalog, writer=writer).is_running()
         states = overview.read_states(run.store, ("", *map(str, listing.folders)))
         pins, minute = sorted(listing.lasting_pins), time.time() // overview.CHECK_AGAIN
-        tag = _make_tag((listing.folders, listing.branches, pins, is_running, states, minute))
-        render = partial(_render, run, names, dict(parse_qsl(url.query)), link, self._stats_bytes)
+        log = sorted(metrics_log.list_files(run.store))
+        tag = _make_tag((listing.folders, listing.branches, pins, is_running, states, minute, log))
+        render = partial(_render, run, names, dict(parse_qsl(query)), link, self._stats_bytes)
         return tag, "" if tag == known else render()
 
     def _render_runs(self) -> str:
@@ -130,8 +133,11 @@ class _Server(ThreadingHTTPServer):
             cells = [f'<span class="{"bad" * (style == "red")}">{text(content)}</span>'
                      for content, style in run_cells(run)]  # fmt: skip
             problem = note(run.problem and run.problem.brief, "bad")
-            rows.append([f'<a href="/{quote(run.name)}/">{cells[0]}</a>{problem}', *cells[1:]])
+            rows.append([f'<a href="/{_quote(run.name)}/">{cells[0]}</a>{problem}', *cells[1:]])
         return table(RUN_COLUMNS, rows, RUN_COLUMNS[1:4]) + note("" if rows else "There is no run.")
+
+
+_quote = partial(quote, errors="surrogateescape")  # a name may be no UTF-8
 
 
 def _make_tag(state: object) -> str:
@@ -175,13 +181,18 @@ class _Request(BaseHTTPRequestHandler):
     timeout = 10.0
     server: _Server
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a browser does not wait for what it no longer shows
+            super().handle()
+
     def parse_request(self) -> bool:
         if not super().parse_request():
             return False
         hosts = [f"{name}:{self.server.server_address[1]}" for name in ("127.0.0.1", "localhost")]
+        host = self.headers.get("Host", "").lower()
         if self.command != "GET":
             self._send(405, page("Limpet", note("Only GET is allowed.", "bad")), Allow="GET")
-        elif self.headers.get("Host") not in hosts:
+        elif (host if ":" in host else f"{host}:80") not in hosts:
             self._send(403, page("Limpet", note("The Host is not this machine.", "bad")))
         else:
             return True
