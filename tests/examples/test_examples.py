@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def python(script, *arguments, folder):
     command = [sys.executable, "-W", "error", EXAMPLES / script, *arguments]
-    return run_process(command, 300, cwd=folder)
+    return run_process(command, 850, cwd=folder)
 
 
 def train(folder, run, epochs, steps):
