@@ -1,5 +1,7 @@
 """The contents of a snapshot: statistics are right, and read no more bytes than allowed."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,21 @@ def test_damaged_bytes_are_a_problem_and_the_rest_is_shown():
     contents = read_contents(open_snapshot(store.at("version_1")), None, 400, 64 * MIB)
     assert "is damaged" in contents.problem.brief
     assert len(contents.rows) == contents.row_count == 1
+
+
+def test_statistics_need_memory_for_few_numbers():
+    """A number of one byte becomes one of eight: not the whole tensor at once."""
+    store = MemoryStore()
+    limpet.save(store.at("version_1"), {"x": np.arange(16 * MIB, dtype=np.uint8)})
+    snapshot = open_snapshot(store.at("version_1"))
+    tracemalloc.start()
+    found = read_contents(snapshot, None, 400, 64 * MIB).statistics["x"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * MIB * 2 + 8 * 8 * MIB
+    assert (found.elements, found.mean) == (16 * MIB, pytest.approx(127.5))
+    assert found.deviation == pytest.approx(((256**2 - 1) / 12) ** 0.5)
+    assert sum(found.histogram) == 16 * MIB
 
 
 def test_rows_are_limited():

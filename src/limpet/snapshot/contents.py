@@ -21,7 +21,7 @@ from limpet.snapshot.tree_rows import TreeRow, describe_rows, iter_tree_rows
 from limpet.text import format_value
 from limpet.types import BLOCK_SIZE, DTYPES, Box
 
-_BINS = 24
+_BINS, _PART = 24, 1 << 20  # elements that become numbers of 8 or 16 bytes at once
 
 Parts = list[tuple[str, Box]]
 
@@ -152,26 +152,41 @@ def _read_batch(snapshot: SnapshotReader, parts: Parts) -> dict[str, Any]:
 
 
 def _compute(x: Any, y: Any, *, change: float | None) -> Statistics:
-    wide = np.complex128 if x.dtype.kind == "c" else np.float64
-    values = x.astype(wide)
+    is_complex = x.dtype.kind == "c"
+    parts = [slice(i, i + _PART) for i in range(0, x.size, _PART)]
+
+    def widen(part: Any) -> Any:
+        return part.astype(np.complex128 if is_complex else np.float64)
+
+    def finite_parts() -> Iterator[Any]:
+        for part in parts:
+            values = np.abs(widen(x[part])) if is_complex else widen(x[part])
+            yield values[np.isfinite(values)]
+
     with np.errstate(all="ignore"):
         if y is not None and change is None:
-            old = y.astype(wide)
-            both = np.isfinite(values) & np.isfinite(old)
-            gap, norm = (np.linalg.norm(v[both]) for v in (values - old, old))
+            gap = norm = np.float64(0)
+            for part in parts:
+                new, old = widen(x[part]), widen(y[part])
+                both = np.isfinite(new) & np.isfinite(old)
+                gap = np.hypot(gap, np.linalg.norm((new - old)[both]))
+                norm = np.hypot(norm, np.linalg.norm(old[both]))
             change = max(float(gap / norm) if gap else 0.0, 5e-324)  # what differs was not seen
-        values = np.abs(values) if x.dtype.kind == "c" else values
-        finite = values[np.isfinite(values)]
-        nans = int(np.isnan(values).sum())
-        infinite = values.size - nans - finite.size
-        if not finite.size:
-            return Statistics(values.size, nans, infinite, change)
-        low, high = float(finite.min()), float(finite.max())
+        nans = sum(int(np.isnan(x[part]).sum()) for part in parts)
+        found = [(v.size, float(v.min()), float(v.max())) for v in finite_parts() if v.size]
+        count = sum(size for size, *_ in found)
+        if not count:
+            return Statistics(x.size, nans, x.size - nans, change)
+        low, high = min(low for _, low, _ in found), max(high for *_, high in found)
         scale = max(-low, high) or 1.0  # the squares of large numbers would overflow
-        scaled = finite / scale
         width = high / scale - low / scale
-        share = (scaled - low / scale) / width if width else scaled * 0 + 0.5
-        bins = np.minimum(share * _BINS, _BINS - 1).astype(int)
-        histogram = np.bincount(bins, minlength=_BINS).tolist()
-        mean, deviation = float(scaled.mean() * scale), float(scaled.std() * scale)
-    return Statistics(values.size, nans, infinite, change, mean, deviation, low, high, histogram)
+        total, squares, histogram = 0.0, 0.0, np.zeros(_BINS, int)
+        for values in finite_parts():
+            share = (values / scale - low / scale) / (width or 1.0)
+            total, squares = total + float(share.sum()), squares + float((share * share).sum())
+            bins = np.minimum(share * _BINS, _BINS - 1) if width else np.full(share.size, _BINS / 2)
+            histogram += np.bincount(bins.astype(int), minlength=_BINS)
+        mean = (low / scale + total / count * width) * scale
+        deviation = max(squares / count - (total / count) ** 2, 0.0) ** 0.5 * width * scale
+    infinite = x.size - nans - count
+    return Statistics(x.size, nans, infinite, change, mean, deviation, low, high, [*histogram])
