@@ -41,6 +41,7 @@ class Page(HTMLParser):
             assert tag == "a" or "href" not in attributes
         assert "url(" not in html
         assert "@import" not in html
+        assert "<tr></tr>" not in html
         self.text = " ".join(" ".join(self.texts).split())
 
     def handle_starttag(self, tag, attrs):

@@ -12,6 +12,8 @@ import pytest
 import limpet
 from limpet.format.names import MANIFEST, METRICS_LOG
 from limpet.report import data
+from limpet.report.data import Series
+from limpet.report.svg import draw_plot
 from limpet.run.policy import EverySteps
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
@@ -154,6 +156,12 @@ def test_ten_thousand_versions(tmp_path):
     assert f"9,700 older ones: limpet ls {tmp_path}" in page.sections()["Versions"]
     assert page.sections()["Lineage"].count("version_") < 300
     assert "1 at step 1 to 0.0001 at step 10000" in drawings(page)[2].text
+
+
+def test_a_line_of_few_of_many_points_ends_at_the_last_one():
+    points = [(step, step * 3 % 7) for step in range(1001)]
+    drawn = draw_plot([Series(0, "saved", "solid", points)], "loss", "")
+    assert re.search(r'"line s0 solid" d="[^"]*L350\.0 [0-9.]+"', drawn)
 
 
 @pytest.mark.slow

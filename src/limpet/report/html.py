@@ -50,7 +50,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[
     kinds = [' class="n"' if name in right else "" for name in head]
     lines = ["".join(f"<th{kinds[i]}>{head[i]}</th>" for i in columns)] if any(head) else []
     lines += ("".join(f"<td{kinds[i]}>{row[i]}</td>" for i in columns) for row in rows)
-    return f'<div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
+    shown = f'<div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
+    return shown if columns else ""
 
 
 def page(title: str, body: str) -> str:

@@ -50,13 +50,14 @@ def _scale(low: float, high: float, start: float, stop: float) -> Scale:
 
 
 def _thin(points: Sequence[tuple[int, float]], most: int) -> Sequence[tuple[int, float]]:
-    """Return the points; if over ``most``, the lowest and the highest one of each interval."""
+    """Return the points; if over ``most``, the lowest and the highest one of each interval,
+    and the last one."""
     if len(points) <= most:
         return points
     finite = [p for p in points if isfinite(p[1])]
     size = 2 * ceil(len(finite) / most) or 1
     groups = (sorted(finite[i : i + size], key=lambda p: p[1]) for i in range(0, len(finite), size))
-    return [point for group in groups for point in sorted({group[0], group[-1]})]
+    return [*(p for group in groups for p in sorted({group[0], group[-1]})), *finite[-1:]]
 
 
 def draw_plot(series: Sequence[Series], title: str, text: str, *, from_zero: bool = False) -> str:
