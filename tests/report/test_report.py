@@ -11,7 +11,7 @@ import pytest
 
 import limpet
 from limpet.format.names import MANIFEST, METRICS_LOG
-from limpet.report import data
+from limpet.report import data, html
 from limpet.report.data import Series
 from limpet.report.svg import draw_plot
 from limpet.run.policy import EverySteps
@@ -156,6 +156,18 @@ def test_ten_thousand_versions(tmp_path):
     assert f"9,700 older ones: limpet ls {tmp_path}" in page.sections()["Versions"]
     assert page.sections()["Lineage"].count("version_") < 300
     assert "1 at step 1 to 0.0001 at step 10000" in drawings(page)[2].text
+
+
+def test_a_long_config_is_cut_with_a_note(tmp_path, monkeypatch):
+    monkeypatch.setattr(html, "_MAX_LINES", 2)
+    for step in range(1, 5):
+        config = {"step": step, "a": 1, "b": 2, "c": 3}
+        with limpet.Checkpointer(str(tmp_path), {"x": 1}, config=config) as ckpt:
+            ckpt.resume()
+            ckpt.step({})
+    found = report(tmp_path).sections()["Config"]
+    assert f"step 4 a 1 2 more: limpet show {tmp_path} Changes version_3: step 2 -> 3" in found
+    assert found.endswith("version_4: step 3 -> 4 1 older changes are not shown.")
 
 
 def test_a_line_of_few_of_many_points_ends_at_the_last_one():

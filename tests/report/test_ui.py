@@ -25,7 +25,7 @@ from limpet.storage.open import open_store
 from tests.cli.invoke import check_error_line, make_run, run_cli, train_branch
 from tests.forging import seal, sealed_content
 from tests.report.pages import Page
-from tests.trainings import damage_version
+from tests.trainings import damage_version, flip_bit, shard_of
 from tests.waiting import wait_until
 
 
@@ -204,7 +204,11 @@ def test_damaged_and_newer_versions(serve, runs):
     damage_version(LocalStore(runs / "a"), "version_60", "manifest")
     manifest = runs / "a" / "version_40" / MANIFEST
     manifest.write_bytes(seal(sealed_content(manifest.read_bytes()), format_number=99))
+    flip_bit(LocalStore(runs / "b & c"), shard_of(LocalStore(runs / "b & c"), "version_60"))
     served = serve(runs)
+    status, headers, page = served.ask("/b%20%26%20c/diff?a=version_40&b=version_60")
+    assert (status, headers["Refresh"]) == (500, None), "it stays so"
+    assert "is damaged between bytes" in page.text
     assert "2 damaged" in served.ask("/")[2].text
     page = served.ask("/a/")[2].sections()["Versions"]
     assert "damaged" in page

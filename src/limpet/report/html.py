@@ -215,17 +215,25 @@ def _plot(
 
 def _config(report: RunReport, first: RunReport) -> str:
     latest, other = report.result.latest, first.result.latest
-    entries = [*config_entries(latest.config)][:_MAX_LINES] if latest else []
-    values = (format_short(tree.decode(node, key, tree.reject_leaf)) for key, node in entries)
-    rows = [(text(to_dotted(key)), text(v)) for (key, _), v in zip(entries, values, strict=True)]
+    entries = [*config_entries(latest.config)] if latest else []
+    rows = [
+        (text(to_dotted(key)), text(format_short(tree.decode(node, key, tree.reject_leaf))))
+        for key, node in entries[:_MAX_LINES]
+    ]
     changes = [(str(version), found) for version, found in report.result.config_changes()]
     if latest and other and first is not report:
         found = [*compare_configs(other.config, latest.config)]
         changes.append((f"compared with {first.result.run.url}", found))
-    lines = (f"{where}: {', '.join(map(describe_change, found))}" for where, found in changes)
-    items = "".join(f"<li>{text(line, 400)}</li>" for line in [*lines][-_MAX_LINES:])
-    shown = table(("name", "value"), rows) if rows else note("There is none.")
-    return f"{shown}<h3>Changes</h3>{f'<ul>{items}</ul>' if items else note('There are none.')}"
+    shown = changes[-_MAX_LINES:]
+    lines = (f"{where}: {', '.join(map(describe_change, found))}" for where, found in shown)
+    items = "".join(f"<li>{text(line, 400)}</li>" for line in lines)
+    cut, older = len(entries) - len(rows), len(changes) - len(shown)
+    return "".join((
+        table(("name", "value"), rows) or note("There is none."),
+        note(f"{cut:,} more: limpet show {report.result.run.url}" * bool(cut)),
+        f"<h3>Changes</h3>{f'<ul>{items}</ul>' if items else note('There are none.')}",
+        note(f"{older:,} older changes are not shown." * bool(older)),
+    ))  # fmt: skip
 
 
 def render_contents(contents: Contents | LimpetError | None) -> str:

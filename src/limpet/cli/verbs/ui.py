@@ -204,7 +204,7 @@ class _Request(BaseHTTPRequestHandler):
             tag, html = self.server.get_page(self.path, self.headers.get("If-None-Match", ""))
         except (LimpetError, OSError) as e:
             code = 404 if isinstance(e, NotFound) else 503 if isinstance(e, Unavailable) else 500
-            refresh = refresh if code == 404 else _REFRESH
+            refresh = _REFRESH if code == 503 else refresh
             self._send(code, page("Limpet", note(format_error_line(e), "bad")), **refresh)
         else:
             self._send(200 if html else 304, html, ETag=tag, **refresh)
