@@ -240,7 +240,8 @@ def test_a_start_without_a_resume_changes_nothing_of_another_training():
     assert curves(store) == {(0, True): steps(1, 10, 1)}
 
 
-def test_a_training_that_was_replaced_writes_no_more():
+def test_a_training_that_was_replaced_writes_no_more(monkeypatch):
+    monkeypatch.setattr(metrics_log, "_MOST_KEPT", 12)  # for when it has the run again
     store = MemoryStore()
     train(store, 10, process=1)
     refused = pytest.raises(LimpetError, match="taken this run over")
@@ -250,9 +251,29 @@ def test_a_training_that_was_replaced_writes_no_more():
         store.delete("writer.json")
         with Run(store).writer() as writer:
             writer.save({"x": [0.0]}, step=13, metrics={"process": 3})
-            ckpt.step({"process": 2})
+            for _ in range(20):
+                ckpt.step({"process": 2})
+            ckpt._saver.finish_log()
+            assert len(ckpt._saver.metrics_log._rows) == 12
             ckpt.save()
     assert curves(store) == {(0, True): {**steps(1, 10, 1), 13: 3}}
+
+
+def test_a_training_goes_on_after_another_one_has_come_and_gone():
+    """The other one has logged, but saved nothing: it counts no more."""
+    store = MemoryStore()
+    with logged(store, EverySteps(5)) as ckpt:
+        for step in range(1, 13):
+            ckpt.step({"process": 1})
+            if step == 7:
+                ckpt.wait()
+                store.delete("writer.json")
+                with logged(HookedStore(store), Never(), at_end=False) as other:
+                    other.resume()
+                    for _ in range(9):
+                        other.step({"process": 2})
+                assert curves(store) == {(0, True): {**steps(1, 5, 1), **steps(6, 14, 2)}}
+    assert curves(store) == {(0, True): steps(1, 12, 1)}
 
 
 # -- failures --------------------------------------------------------------------------------------

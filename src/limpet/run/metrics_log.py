@@ -33,16 +33,17 @@ from limpet.storage.store import Store, list_level
 from limpet.threads import look_up_each, no_op
 from limpet.types import Advance
 
-_MOST_UNREAD, _MOST_KEPT = 10_000, 100_000  # steps on a device, and while the store fails
+_MOST_UNREAD, _MOST_KEPT = 10_000, 100_000  # steps on a device, and to be written
 
 
 @dataclass
 class _Start:
-    """A start of a training: its number, 0 before its first file, and the last step written."""
+    """A start of a training: the last step written, and its number while it has one lock."""
 
     branch: int
     after: int
     number: int = 0
+    lock_id: str | None = None
 
 
 class MetricsLog:
@@ -90,8 +91,8 @@ class MetricsLog:
             if not self._is_failing:
                 events.emit("metrics_unwritten", run=store.url, error=e)
             self._is_failing = True
-            del self._rows[:-_MOST_KEPT]
         finally:
+            del self._rows[:-_MOST_KEPT]
             self._turn.release()
 
     def _put(self, store: Store) -> None:
@@ -101,8 +102,10 @@ class MetricsLog:
             if owner is not start or (rows and (step < rows[-1][0] or size > 1 << 20)):
                 break
             rows.append((step, metrics))
-        if not start.number or rows[0][0] < start.after:  # the program itself may go back
+        # another training may have had the lock in the meantime; the program itself may go back
+        if start.lock_id != self._lock.id or rows[0][0] < start.after:
             start.number = 1 + max((file.start for file in list_files(store)), default=0)
+            start.lock_id = self._lock.id
         after = min(start.after, rows[0][0])
         record = StepMetrics(start.branch, start.number, after, utc_now(), rows)
         try:
