@@ -131,10 +131,14 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
     run = wandb.init(mode="offline", project="limpet", dir=tmp_path, settings=settings)
-    for step in train(tmp_path / "run", sinks.WandB(run)):
+    sink = sinks.WandB(run)
+    for step in train(tmp_path / "run", sink):
         run.log({"own/a": step}, step=step)
         run.log({"own/b": -step}, step=step)
     run.finish()
+    for call in (lambda: sinks.WandB(run), lambda: sink("saved", SAVED)):
+        with pytest.raises(wandb.Error, match="is finished"):  # not after 30 s
+            call()
     wandb.teardown()  # until then, its process may not have written the file
     rows, summary = read_offline_run(tmp_path)
     assert [(r["own/a"], r["own/b"]) for r in rows if "own/a" in r] == [(i, -i) for i in range(8)]

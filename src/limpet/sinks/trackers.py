@@ -26,12 +26,12 @@ class WandB:
     """
 
     def __init__(self, run: Any) -> None:
-        is_run = callable(getattr(run, "define_metric", None)) and hasattr(run, "step")
+        is_run = callable(getattr(run, "define_metric", None))
         require("run=", is_run, "the run that wandb.init() returned", run)
         run.define_metric("limpet/*", step_metric="limpet/step")
         self._run = run
         self._row = -1  # that of the program which has our last point
-        self._names: dict[str, float] = {}
+        self._names: set[str] = set()
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         step, address, numbers = _read(name, fields)
@@ -40,12 +40,14 @@ class WandB:
         if name == "resumed":
             self._run.summary.update({"limpet/resumed": address})
             return
-        if self._row != self._run.step:
-            self._row, self._names = self._run.step, {}
+        point = {**numbers, "limpet/version": address, "limpet/step": step}
+        self._run.log(point, commit=False)  # first: the step of a finished run comes after 30 s
+        if self._row != (row := self._run.step):
+            self._row, self._names = row, set()
         # what only an earlier point of the same row has would count as a value of this one
-        self._names |= dict.fromkeys(numbers, nan)
-        point = {**self._names, **numbers, "limpet/version": address, "limpet/step": step}
-        self._run.log(point, commit=False)
+        if others := self._names - numbers.keys():
+            self._run.log(dict.fromkeys(others, nan), commit=False)
+        self._names |= numbers.keys()
 
 
 class MLflow:
