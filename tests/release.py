@@ -73,10 +73,10 @@ def check_contents(sdist, wheel, tracked):
         archive.extractall(WORK, filter="data")
     require(not (missing := {*tracked} - packed), f"the sdist lacks {missing}")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        others = [n for n in archive.namelist() if not re.match(r"limpet(-[^/]+\.dist-info)?/", n)]
         readme = archive.read(f"limpet-{__version__}.dist-info/METADATA").decode()
-    others = [n for n in names if not re.match(r"limpet(-[^/]+\.dist-info)?/", n)]
     require(not others, f"the wheel has files outside limpet/: {others}")
+    require(re.match(r"Metadata-Version: 2\.[1-4]\n", readme), f"a new format: {readme[:22]}")
     links = re.findall(r"\]\(([^)]+)\)", readme)
     tag = f"https://github.com/limpet-checkpoints/limpet/blob/v{__version__}/"
     lost = [x for x in links if not (ROOT / x.removeprefix(tag).partition("#")[0]).exists()]

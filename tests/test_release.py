@@ -201,7 +201,7 @@ def test_the_tag_of_the_version_is_released():
     release.check_tag("v0.2.0", "0.2.0", DATED, [])
 
 
-README = "\n".join(
+README = "Metadata-Version: 2.4\n" + "\n".join(
     f"[{i}](https://github.com/limpet-checkpoints/limpet/blob/v{limpet.__version__}/docs/ranks.md#a)"
     for i in range(24)
 )
@@ -230,7 +230,9 @@ def pack(folder, name, files):
         (["a.py", "tests/b.py"], ["limpet_x/a.py"], README, "files outside limpet/"),
         (["a.py", "tests/b.py"], [], f"{README} [x](docs/none.md)", "links without a target"),
         (["a.py", "tests/b.py"], [], f"{README} [x](http://x)", "links without a target"),
-        (["a.py", "tests/b.py"], [], "", "links without a target"),
+        (["a.py", "tests/b.py"], [], README[:22], "links without a target"),
+        # the action that publishes the package would refuse it
+        (["a.py", "tests/b.py"], [], README.replace("2.4", "2.5", 1), "a new format: Metadata-V"),
     ],
 )
 def test_a_package_with_wrong_contents_is_not_released(
