@@ -12,7 +12,7 @@ import numpy as np
 
 from limpet.cli.console import Cell, print_line, print_table, progress_bar
 from limpet.cli.exit_codes import exit_on_errors
-from limpet.cli.output import describe_error, format_error_line, json_option, print_json
+from limpet.cli.output import describe_error, json_option, print_json
 from limpet.cli.resolve import resolve_run
 from limpet.run.metrics_log import BranchMetrics, read
 from limpet.text import format_value, to_printable
@@ -46,7 +46,7 @@ def command(ctx: click.Context, run: str, as_csv: bool, as_json: bool) -> None:
         names = ("branch", "state", "metric", "steps", "last step", "last", "smallest", "largest")
         print_table(rows, names, right_aligned=("branch", *names[3:]), flexible=[2])
     for file, error in problems.items() if not as_json else ():
-        line = f"limpet: {file} was left out: {format_error_line(error)}"
+        line = f"limpet: {file} was left out: {to_printable(error.brief)}"
         click.echo(line, err=True) if as_csv else print_line(line, "red")
     exit_on_errors(ctx, problems.values())
 
