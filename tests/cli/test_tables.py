@@ -16,7 +16,7 @@ from limpet.cli.exit_codes import DIFFERS
 from limpet.convert import windows
 from limpet.errors import MissingLeaf
 from limpet.tables.view import StoredTable
-from tests.cli.invoke import run_cli
+from tests.cli.invoke import check_error_line, run_cli
 from tests.tables.trainings import Training
 
 WORDS = tables.Table("words", 4, optimizer=tables.SGD(lr=1.0, momentum=0.5))
@@ -187,6 +187,12 @@ def test_export_of_an_empty_table(tmp_path):
 
 def diff(training, a, b, *options):
     return run_cli("diff", f"{training.run.url}@{a}", f"{training.run.url}@{b}", *options)
+
+
+def test_diff_says_that_it_needs_torch(training, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import of it raises ImportError
+    result = run_cli("diff", f"{training.run.url}@3", f"{training.run.url}@4")
+    check_error_line(result, 1, "needs PyTorch", 'pip install "limpet[torch]"')
 
 
 def test_diff_compares_rows_by_id(training):

@@ -17,6 +17,7 @@ from limpet.format import tree
 from limpet.format.config import compare_configs, describe_change
 from limpet.format.names import join_key
 from limpet.layout.select import make_key_filter, match_all
+from limpet.lazy_torch import import_torch
 from limpet.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.tree_rows import (
@@ -114,7 +115,8 @@ def compare_snapshots(
             differences.equal_count += 1
     _compare_leaves(a, b, pairs, differences, quiet)
     if tables:
-        from limpet.tables.view import compare_tables  # imports torch
+        import_torch("Comparing the rows of tables needs PyTorch")
+        from limpet.tables.view import compare_tables
 
         differences.changes += [Change(*found) for found in compare_tables(a, b, tables)]
     order = {key: i for i, key in enumerate(rows_a)}
