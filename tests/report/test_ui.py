@@ -241,6 +241,32 @@ def test_a_store_that_does_not_answer(serve, monkeypatch):
     wait_until(lambda: served.ask("/")[0] == 200)
 
 
+def test_a_page_for_which_nobody_waited_is_not_shown_later(serve, monkeypatch):
+    store = make_run(open_store("memory://ui-left"))
+    served = serve(store.url)
+    answers, list_level = threading.Event(), MemoryStore.list_level
+    with monkeypatch.context() as slow:
+        slow.setattr(MemoryStore, "list_level", lambda *a: answers.wait(30) and list_level(*a))
+        slow.setattr(ui, "WAIT", 0.1)
+        assert served.ask("/")[0] == 503
+        answers.set()
+        wait_until(lambda: "limpet-page" not in str(threading.enumerate()))
+    train_branch(store, 60, 80)
+    monkeypatch.setattr(overview, "CHECK_AGAIN", 0.01)
+    assert "version_80" in served.ask("/")[2].text
+
+
+def test_a_diff_that_is_cut_says_so(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(ui, "_MAX_CHANGES", 2)
+    with limpet.Run(tmp_path).writer() as writer:
+        for step in (1, 2):
+            writer.save({f"x{i}": step for i in range(3)}, step=step)
+    page = serve(tmp_path).ask("/diff?a=version_1&b=version_2")[2]
+    assert "3 differences, 0 equal leaves and values; the first 2 are shown" in page.text
+    assert "x1" in page.text
+    assert "x2" not in page.text
+
+
 def test_a_store_that_fails(serve, monkeypatch):
     store = make_run(open_store("memory://ui-fails"))
     served = serve(store.url)

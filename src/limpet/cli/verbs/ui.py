@@ -79,7 +79,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, port: int, place: str, is_folder: bool, stats_bytes: int) -> None:
         self._place, self._is_folder, self._stats_bytes = place, is_folder, stats_bytes
         self._lock = Lock()
-        self._calls: dict[str, Call[tuple[str, str]]] = {}
+        self._calls: dict[str, tuple[float, Call[tuple[str, str]]]] = {}  # when it was last asked
         self._summaries: list[overview.RunSummary] = []
         super().__init__(("127.0.0.1", port), _Request)
 
@@ -90,14 +90,16 @@ class _Server(ThreadingHTTPServer):
         """Return a page after its tag; no page if the tag is ``known``. Raises ``LimpetError``."""
         while True:
             with self._lock:
-                if address not in self._calls:
-                    self._calls[address] = Call(partial(self._make, address, known), "limpet-page")
-                call = self._calls[address]
+                asked, call = self._calls.get(address, (0.0, None))
+                is_left = time.monotonic() - asked > overview.CHECK_AGAIN
+                if call is None or (is_left and call.wait(0)):  # a page that nobody waited for
+                    call = Call(partial(self._make, address, known), "limpet-page")
+                self._calls[address] = time.monotonic(), call
             if not call.wait(WAIT):
                 what = f"The page is not ready after {WAIT:g} s: the store is slow, or is away"
                 raise Unavailable(what, todo="This page tries again every 5 s")
             with self._lock:
-                if self._calls.get(address) is call:
+                if self._calls.get(address, (0.0, None))[1] is call:
                     del self._calls[address]
             tag, html = call.result()
             if html or tag == known:  # otherwise, it was called for another request
@@ -161,6 +163,7 @@ def _render(run: Run, names: list[str], query: dict[str, str], link: str, stats_
         lines += [(change.key, format_change(change)) for change in found.changes]
         rows = [(text(key), text(change, 300)) for key, change in lines[:_MAX_CHANGES]]
         count = f"{len(lines):,} differences, {found.equal_count:,} equal leaves and values"
+        count += f"; the first {_MAX_CHANGES} are shown" * (len(lines) > _MAX_CHANGES)
         title = f"Limpet: {a.version} and {b.version} of {run.url}"
         return page(title, f"{back}</p>{note(count)}{table(('key', 'change'), rows)}")
     if len(names) != 1 or names[0] not in entries:
