@@ -15,6 +15,7 @@ import limpet
 from limpet import tables
 from limpet.errors import LimpetError
 from limpet.tables.dense import distribute, named_tensors
+from tests.waiting import wait_until
 
 RECORDS = 300
 """Each record is an id of a table whose row counts how often the record was consumed."""
@@ -225,6 +226,7 @@ def test_workers_come_and_go(tmp_path):
             step = training.ckpt.current_step
             if step == 5:
                 training.servers.resize_workers(4)
+                wait_until(lambda: len(names) == 4)  # the rest may take less time than they begin
             elif step == 60:
                 training.servers.resize_workers(1)
 
