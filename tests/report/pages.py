@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import threading
 from html.parser import HTMLParser
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from limpet.format.digest import digest
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Branch, encode_record
 from limpet.snapshot.reader import open_snapshot
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli
 from tests.forging import seal, sealed_content
 
@@ -156,3 +158,10 @@ def make_huge(folder, nbytes=100_000_000_000):
     content["shards"][0]["index"] |= {"length": len(raw), "digest": digest(raw)}
     content["tree"]["dict"]["big"]["array"][1] = [count]
     (folder / MANIFEST).write_bytes(seal(content))
+
+
+def hold(patch, name):
+    """Let the calls of a method of ``MemoryStore`` wait for the event that this returns."""
+    answers, call = threading.Event(), getattr(MemoryStore, name)
+    patch.setattr(MemoryStore, name, lambda *arguments: answers.wait(30) and call(*arguments))
+    return answers

@@ -1,7 +1,6 @@
 """``limpet report``: what the page shows is true, complete, escaped, and bounded."""
 
 import re
-import threading
 import time
 from datetime import datetime
 from math import inf, nan
@@ -24,6 +23,7 @@ from tests.report.pages import (
     Page,
     check_nothing_is_clipped,
     drawings,
+    hold,
     make_huge,
     many_versions,
     report,
@@ -318,13 +318,7 @@ def test_a_tensor_of_100_gb_is_read_by_blocks(tmp_path):
 
 def test_a_store_that_does_not_send_the_contents(monkeypatch):
     store = make_run(open_store("memory://report-slow"))
-    answers, read = threading.Event(), MemoryStore.get_range
-
-    def wait(self, *arguments):
-        answers.wait(30)
-        return read(self, *arguments)
-
-    monkeypatch.setattr(MemoryStore, "get_range", wait)
+    answers = hold(monkeypatch, "get_range")
     monkeypatch.setattr(data, "READ_SECONDS", 0.2)
     found = report(store.url).sections()
     answers.set()

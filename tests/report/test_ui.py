@@ -24,7 +24,7 @@ from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import check_error_line, make_run, run_cli, train_branch
 from tests.forging import seal, sealed_content
-from tests.report.pages import Page
+from tests.report.pages import Page, hold
 from tests.trainings import damage_version, flip_bit, shard_of
 from tests.waiting import wait_until
 
@@ -222,13 +222,7 @@ def test_damaged_and_newer_versions(serve, runs):
 def test_a_store_that_does_not_answer(serve, monkeypatch):
     store = make_run(open_store("memory://ui-slow"))
     served = serve(store.url)
-    answers, list_level = threading.Event(), MemoryStore.list_level
-
-    def wait(self, *arguments):
-        answers.wait(30)
-        return list_level(self, *arguments)
-
-    monkeypatch.setattr(MemoryStore, "list_level", wait)
+    answers = hold(monkeypatch, "list_level")
     monkeypatch.setattr(ui, "WAIT", 0.3)
     began = time.monotonic()
     replies = [served.ask("/", If_None_Match=tag) for tag in ('"a"', '"b"', '"c"')]
@@ -244,9 +238,8 @@ def test_a_store_that_does_not_answer(serve, monkeypatch):
 def test_a_page_for_which_nobody_waited_is_not_shown_later(serve, monkeypatch):
     store = make_run(open_store("memory://ui-left"))
     served = serve(store.url)
-    answers, list_level = threading.Event(), MemoryStore.list_level
     with monkeypatch.context() as slow:
-        slow.setattr(MemoryStore, "list_level", lambda *a: answers.wait(30) and list_level(*a))
+        answers = hold(slow, "list_level")
         slow.setattr(ui, "WAIT", 0.1)
         assert served.ask("/")[0] == 503
         answers.set()
