@@ -79,6 +79,10 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, option):
     verified = run_cli("verify", tmp_path)
     assert verified.code == 3
     assert f"{METRICS_LOG}/0.1.1.json" in verified.out
+    copied = run_cli("copy", tmp_path, tmp_path / "copy")
+    assert copied.code == 3
+    assert f"{METRICS_LOG}/0.1.1.json" in copied.out + copied.err
+    assert run_cli("verify", tmp_path / "copy").code == 0
     result = run_cli("metrics", tmp_path, *option)
     assert result.code == 3
     text = result.out + result.err

@@ -12,8 +12,9 @@ import torch
 import limpet
 from limpet.errors import LimpetError, NoSpace, Preempted, SaveFailed, StoreError
 from limpet.format.names import METRICS_LOG
+from limpet.report.data import read_report
 from limpet.run import metrics_log
-from limpet.run.metrics_log import read
+from limpet.run.overview import list_versions, read_steps
 from limpet.run.policy import EverySteps, KeepLast, Never
 from limpet.run.run import Run
 from limpet.storage.local.store import LocalStore
@@ -30,10 +31,10 @@ def logged(store, save, **options):
     return limpet.Checkpointer(store, {"x": [0.0]}, save=save, **options)
 
 
-def train(store, last, process=0, then=None, **resume):
+def train(store, last, process=0, then=None, log=True, **resume):
     """Train to step ``last``, with a save every 5 steps; ``then`` gets the Checkpointer. The metric
     ``process`` says which training made a step."""
-    with logged(store, EverySteps(5)) as ckpt:
+    with logged(store, EverySteps(5), metrics_log=log) as ckpt:
         ckpt.resume(**resume)
         while ckpt.current_step < last:
             ckpt.step({"loss": 1 / (ckpt.current_step + 1), "process": process})
@@ -49,14 +50,14 @@ def crash(ckpt):
     raise Crash
 
 
-def kill(ckpt):
-    ckpt.wait()
-    os._exit(0)
+def read(store):
+    run = Run(store)
+    return read_steps(list_versions(run, run.listing()), metrics_log.list_files(store))
 
 
 def curves(store, metric="process"):
     """Return the steps and values of a metric, by the branch and whether it is current."""
-    pieces, problems = read(Run(store))
+    pieces, problems = read(store)
     assert problems == {}
     found = {(p.branch, p.is_current): p.curves[metric] for p in pieces if metric in p.curves}
     return {k: dict(zip(s.tolist(), v.tolist(), strict=True)) for k, (s, v) in found.items()}
@@ -162,13 +163,25 @@ def test_only_rank_0_writes():
 # -- after a crash, a rollback, or a branch --------------------------------------------------------
 
 
-def test_after_a_kill_the_steps_since_the_last_save_are_lost(tmp_path):
-    """The training makes them again, and so are the metrics."""
-    pid = fork(lambda: train(tmp_path, 13, process=1, then=kill))
-    assert wait(pid, time.monotonic() + 60) == 0
-    assert curves(LocalStore(tmp_path)) == {(0, True): steps(1, 10, 1)}
-    train(tmp_path, 20, process=2)
-    assert curves(LocalStore(tmp_path)) == {(0, True): {**steps(1, 10, 1), **steps(11, 20, 2)}}
+@pytest.mark.parametrize("log", [True, False], ids=["log", "no log"])
+@pytest.mark.parametrize(("when", "kept"), [("before", 5), ("after", 10)])
+def test_after_a_kill_at_a_commit_the_steps_since_the_last_save_are_lost(tmp_path, when, kept, log):
+    """The log is written before the commit: no version has lost the metrics before it. The next
+    training undoes what no version has, also without a log of its own."""
+    store = HookedStore(LocalStore(tmp_path))
+
+    def kill(method, key):
+        if (method, key) == ("put_if_absent", "version_10/manifest.json"):
+            os._exit(0)
+
+    setattr(store, when, kill)
+    assert wait(fork(lambda: train(store, 13, process=1)), time.monotonic() + 60) == 0
+    assert [s.step for s in Run(tmp_path).snapshots()][-1] == kept
+    assert curves(store.inner) == {(0, True): steps(1, 10, 1)}
+    train(tmp_path, 20, process=2, log=log)
+    again = steps(kept + 1, 20, 2)
+    again = again if log else {step: 2 for step in again if step % 5 == 0}
+    assert curves(store.inner) == {(0, True): {**steps(1, kept, 1), **again}}
 
 
 def test_steps_that_are_made_again_count_once():
@@ -443,6 +456,19 @@ def test_retention_and_sweep_keep_the_log_and_no_save_lists_it(tmp_path):
     assert curves(store) == {(0, True): steps(1, 25, 0)}
 
 
+def test_a_page_reads_each_version_and_each_file_once():
+    """Besides the contents of the newest version."""
+    store, calls = HookedStore(MemoryStore()), list[tuple[str, str]]()
+    train(store, 100)
+    run = Run(store)
+    result = list_versions(run, run.listing())
+    store.before = lambda *call: calls.append(call)
+    read_report(result, 0)
+    files = [METRICS_LOG in key for _, key in calls]
+    assert sum(files) == 1 + 20
+    assert len(calls) - sum(files) < 15
+
+
 @pytest.mark.parametrize("kind", ["bit", "newer", "other name", "empty"])
 def test_a_damaged_file_is_named_and_the_others_count(kind):
     store = MemoryStore()
@@ -457,7 +483,7 @@ def test_a_damaged_file_is_named_and_the_others_count(kind):
         "empty": b"",
     }
     store.put_if_absent(key, changed.get(kind, raw))
-    (piece,), problems = read(Run(store))
+    (piece,), problems = read(store)
     assert problems.keys() == {key}
     assert key in str(problems[key])
     assert piece.curves["process"][0].tolist() == [1, 2, 3, 4, 5, 10, *range(11, 16)]

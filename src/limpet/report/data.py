@@ -9,7 +9,13 @@ from typing import NamedTuple
 from limpet.deadline import Deadline, call_within
 from limpet.errors import FormatError, LimpetError, NotFound, StoreError, Unavailable
 from limpet.run import metrics_log
-from limpet.run.overview import ListResult, RunSummary, VersionEntry
+from limpet.run.overview import (
+    BranchMetrics,
+    ListResult,
+    RunSummary,
+    VersionEntry,
+    read_steps,
+)
 from limpet.snapshot.contents import Contents, read_contents
 
 READ_SECONDS = 60.0
@@ -32,7 +38,7 @@ class RunReport(NamedTuple):
     summary: RunSummary
     contents: Contents | LimpetError | None
     checked: int | None
-    log: Sequence[metrics_log.BranchMetrics] = ()
+    log: Sequence[BranchMetrics] = ()
     damaged: Mapping[str, LimpetError] = {}
 
 
@@ -49,7 +55,8 @@ def read_report(result: ListResult, stats_bytes: int, checked: int | None = None
     """Read what a page shows of a run whose versions are listed. Raises ``StoreError``."""
     run, latest = result.run, result.latest
     contents = None if latest is None else read_version(result, latest, stats_bytes)
-    log = metrics_log.read(run) if metrics_log.list_files(run.store) else ([], {})
+    files = metrics_log.list_files(run.store)
+    log = read_steps(result, files) if files else ([], {})
     return RunReport(result, result.summarize(), contents, checked, *log)
 
 

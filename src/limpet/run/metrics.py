@@ -73,17 +73,22 @@ def to_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     return {name: to_number(value) for name, value in metrics.items()}
 
 
-Row = tuple[int, dict[str, Any]]
-"""A step, and its metrics by name."""
+Row = tuple[tuple[int, int], int, dict[str, Any]]
+"""The branch and the step from which a training went on to a step; that step; and its metrics."""
 
 
-def read_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return rows of checked metrics with 64-bit ints and floats. Waits once for each device."""
+def read_rows(rows: Sequence[Row], *, may_wait: bool) -> list[Row]:
+    """Return rows of checked metrics with 64-bit ints and floats. Waits once for each device; or
+    else omits rows with values on devices."""
     torch = torch_or_none()
     tensor = None if torch is None else torch.Tensor
-    read = [(step, dict(metrics)) for step, metrics in rows]
+    read = [
+        (after, step, dict(metrics))
+        for after, step, metrics in rows
+        if may_wait or not any(map(_is_on_device, metrics.values()))
+    ]
     groups = defaultdict[Any, list[tuple[dict[str, Any], str]]](list)
-    for _, metrics in read:
+    for _, _, metrics in read:
         for name, value in metrics.items():
             kind = type(value)
             if kind is tensor and value.is_floating_point() and value.element_size() > 1:
@@ -97,6 +102,5 @@ def read_rows(rows: Sequence[Row]) -> list[Row]:
     return read
 
 
-def is_on_device(value: Any) -> bool:
-    """Return True if to read a checked metric may wait for an accelerator."""
+def _is_on_device(value: Any) -> bool:
     return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"

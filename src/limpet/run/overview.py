@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice, pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from limpet.errors import (
     DigestMismatch,
@@ -24,8 +28,16 @@ from limpet.errors import (
     StoreError,
 )
 from limpet.format.config import compare_configs
-from limpet.format.names import MANIFEST, Version, is_spread_folder, parse_version
-from limpet.format.records import Branch, Pin, Verified, VersionLease
+from limpet.format.names import (
+    MANIFEST,
+    MAX_STEP,
+    MetricsFile,
+    Version,
+    is_spread_folder,
+    parse_version,
+)
+from limpet.format.records import Branch, Pin, StepMetrics, Verified, VersionLease
+from limpet.run import metrics_log
 from limpet.run.address import BOTH_MODES, merge_objectives
 from limpet.run.catalog import Catalog, VersionRecord, make_version_record
 from limpet.run.lineage import (
@@ -34,6 +46,7 @@ from limpet.run.lineage import (
     find_end,
     find_skipped,
     has_changed,
+    line_ends,
     lineage_of,
 )
 from limpet.run.listing import Listing, list_all_files
@@ -47,7 +60,8 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.open import open_store
 from limpet.storage.store import Stat, Store, exists, list_level
 from limpet.text import format_age, format_list
-from limpet.threads import gc_paused, look_up_each
+from limpet.threads import gc_paused, look_up_each, no_op
+from limpet.types import Advance
 
 CHECK_AGAIN = 60.0
 """Seconds after which a run is read again although nothing seems to have changed. Until then, bytes
@@ -307,15 +321,21 @@ class VersionEntry:
 
 @dataclass(slots=True)
 class ListResult:
-    """What ``ls`` shows of a run; ``orphans``: files that no manifest names."""
+    """What ``ls`` shows of a run. ``ends``: see ``line_ends``. ``orphans``: files that no manifest
+    names."""
 
     run: Run
     entries: list[VersionEntry]
-    branch: int
+    ends: Mapping[int, int]
     branches: dict[int, Branch | LimpetError]
     orphans: list[Stat]
     leases: Sequence[VersionLease] = ()
     runs: Sequence[str] = ()  # the names of those directly in the folder of this one
+
+    @property
+    def branch(self) -> int:
+        """The branch that training is on."""
+        return next(iter(self.ends))
 
     @property
     def latest(self) -> VersionEntry | None:
@@ -383,7 +403,7 @@ def list_versions(
 ) -> ListResult:
     """Open every version. A version that is deleted in the meantime is omitted. ``damaged``: those
     that the caller has found to be, by name."""
-    lineage = set(run.line(listing))
+    ends = line_ends(run.catalog, listing)
     files = list_all_files(run.store, listing)
     entries: list[VersionEntry] = []
     configs: dict[bytes, Any] = {}
@@ -392,7 +412,8 @@ def list_versions(
         nbytes = sum(stat.length for stat in files[version].stats)
         modified = max((stat.modified for stat in files[version].stats), default=0)
         created = datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds")
-        entry = VersionEntry(version, version in lineage, pinned, nbytes, created)
+        on_lineage = version.step <= ends.get(version.branch, -1)
+        entry = VersionEntry(version, on_lineage, pinned, nbytes, created)
         if _read_entry(run, entry, configs):
             entry.problem = entry.problem or damaged.get(str(version))
             entries.append(entry)
@@ -417,7 +438,7 @@ def list_versions(
     return ListResult(
         run,
         entries,
-        run.branch(listing),
+        ends,
         branches,
         [*(stat for _, stat in orphans), *run.store.partials("")],
         [*run.catalog.leases.live(listing.leases).values()],
@@ -453,3 +474,57 @@ def _count_as_damaged(entry: VersionEntry, branch: Branch) -> None:
             f"A resume skipped {entry.version} as damaged, and began branch {branch.number}",
             todo="To see the damage: limpet verify",
         )
+
+
+# -- all steps of one run ------------------------------------------------------------------------
+
+
+class BranchMetrics(NamedTuple):
+    """The metrics of the steps of a branch that are on the current lineage, or of the others: for
+    each metric its steps, in ascending order, and the values."""
+
+    branch: int
+    is_current: bool
+    curves: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
+
+
+def read_steps(
+    result: ListResult, files: Iterable[MetricsFile], advance: Advance = no_op
+) -> tuple[list[BranchMetrics], dict[str, LimpetError]]:
+    """Return the metrics of the listed versions, and of the steps in ``files`` of the metrics log;
+    and the errors of damaged files, by their keys. Raises ``StoreError``."""
+    found: Any = defaultdict(lambda: defaultdict(lambda: (array("q"), array("d"))))
+    records, problems = dict[MetricsFile, StepMetrics](), dict[str, LimpetError]()
+    limits, remaining = defaultdict[int, int](lambda: MAX_STEP), sorted(files)
+
+    def look(file: MetricsFile) -> None:
+        try:
+            records[file] = metrics_log.read_file(result.run.store, file.key)[0]
+        except FormatError as e:
+            problems[file.key] = e
+        advance(1)
+
+    def add(branch: int, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            steps, values = found[branch, step <= result.ends.get(branch, -1)][name]
+            steps.append(step)
+            values.append(value)
+
+    for entry in result.entries:  # the newest values first
+        add(entry.version.branch, entry.version.step, entry.metrics)
+    while remaining:  # few are in memory at a time
+        look_up_each(remaining[-100:], look)
+        for file in sorted(records, reverse=True):
+            record = records.pop(file)
+            for step, metrics in reversed(record.decoded_rows()):
+                if step <= limits[file.branch]:
+                    add(file.branch, step, metrics)
+            limits[file.branch] = min(limits[file.branch], record.after)
+        del remaining[-100:]
+    for curves in found.values():
+        for name, (steps, values) in curves.items():
+            unique, first = np.unique(steps, return_index=True)
+            curves[name] = unique, np.asarray(values)[first]
+    return [
+        BranchMetrics(b, is_current, c) for (b, is_current), c in sorted(found.items())
+    ], problems

@@ -390,6 +390,8 @@ class Saver:
         """Finish a save in the background: commit it, and then apply retention."""
         began = time.perf_counter()
         try:
+            if spec.deadline is None:  # before the commit: no kill loses what the version follows
+                self.metrics_log.write(self.run.store)
             if promotion is None:
                 snapshot = self.writer.commit(job)
             else:
@@ -409,7 +411,6 @@ class Saver:
         spec.on_finished(True)
         try:
             if job.collective.rank == 0 and spec.deadline is None:  # it has committed the version
-                self.metrics_log.write(self.run.store)
                 self.early_stop.after_save(snapshot)
                 self.on_best.after_save(snapshot.location.folder)
                 self.retention.after_save(snapshot)

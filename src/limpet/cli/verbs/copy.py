@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,14 +19,13 @@ from limpet.cli.output import describe_error, format_error_line, json_option, pr
 from limpet.cli.verbs.verify import bytes_to_read
 from limpet.convert.copy import copy_snapshot, find_copy
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
-from limpet.format.manifest import MAX_MANIFEST
-from limpet.format.names import Version, branch_name, pin_name
+from limpet.format.names import MetricsFile, Version, branch_name, pin_name
 from limpet.format.records import MAX_RECORD, BecameBest, Ended, LastingPin, Verified, encode_record
 from limpet.machine import utc_now
 from limpet.run.catalog import read_sessions
 from limpet.run.lineage import last_written
 from limpet.run.listing import Listing
-from limpet.run.metrics_log import list_files
+from limpet.run.metrics_log import list_files, read_file
 from limpet.run.run import Run
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, get_bounded, is_snapshot, locate
@@ -122,17 +123,18 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
             result.damaged.append((str(version), e))
     _require_earlier_copy(run, listing, destination, existing, adds_versions=bool(remaining))
 
-    def copy_file(file: str, limit: int = MAX_MANIFEST) -> None:
+    def copy_file(key: str, read: Callable[[], bytes]) -> None:
         try:
-            raw = get_bounded(run.store, file, limit)
+            destination.store.put_if_absent(key, read())
         except FormatError as e:
-            result.damaged.append((file, e))
-        else:
-            destination.store.put_if_absent(file, raw)
+            result.damaged.append((key, e))
 
-    for file in map(branch_name, listing.branches):
-        copy_file(file, MAX_RECORD)
-    look_up_each([file.key for file in list_files(run.store)], copy_file)
+    def copy_log_file(file: MetricsFile) -> None:
+        copy_file(file.key, lambda: read_file(run.store, file.key)[1])
+
+    for name in map(branch_name, listing.branches):
+        copy_file(name, partial(get_bounded, run.store, name, MAX_RECORD))
+    look_up_each(list_files(run.store), copy_log_file)
     for (version, digest), copied in zip(digests.items(), result.present, strict=True):
         _copy_records(run, listing, version, digest, copied, result)
     with progress_bar("copying", sum(remaining.values()), quiet=quiet) as advance:

@@ -14,7 +14,8 @@ from limpet.cli.console import Cell, print_line, print_table, progress_bar
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, json_option, print_json
 from limpet.cli.resolve import resolve_run
-from limpet.run.metrics_log import BranchMetrics, read
+from limpet.run.metrics_log import list_files
+from limpet.run.overview import BranchMetrics, list_versions, read_steps
 from limpet.text import format_value, to_printable
 
 
@@ -32,9 +33,13 @@ def command(ctx: click.Context, run: str, as_csv: bool, as_json: bool) -> None:
     """
     if as_csv and as_json:
         raise click.UsageError("--csv cannot be combined with --json", ctx)
-    opened, _ = resolve_run(run, require_version=False)
-    with progress_bar("reading metrics", None, quiet=as_json, unit="files") as advance:
-        pieces, problems = read(opened, advance)
+    opened, listing = resolve_run(run, require_version=False)
+    count = len(listing.versions)
+    with progress_bar("reading manifests", count, quiet=as_json, unit="versions") as advance:
+        result = list_versions(opened, listing, advance)
+    files = list_files(opened.store)
+    with progress_bar("reading metrics", len(files), quiet=as_json, unit="files") as advance:
+        pieces, problems = read_steps(result, files, advance)
     if as_json:
         damaged = [{"file": file, **describe_error(e)} for file, e in problems.items()]
         branches = [*map(_build_document, pieces)]

@@ -18,7 +18,6 @@ from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run_or_snapshot
 from limpet.convert.export_record import check_export
 from limpet.convert.stored_files import size_of_foreign
-from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import (
     MANIFEST,
     Version,
@@ -32,15 +31,15 @@ from limpet.format.records import (
     decode_about_version,
     decode_branch,
     decode_lasting_pin,
-    decode_step_metrics,
 )
 from limpet.loading.snapshot import Snapshot
 from limpet.run.listing import Listing
-from limpet.run.metrics_log import list_files
+from limpet.run.metrics_log import list_files, read_file
 from limpet.run.run import Run
 from limpet.snapshot.location import get_bounded
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.verify import CheckedChunks, Problem, Report
+from limpet.storage.store import Store
 from limpet.text import format_count, format_list, format_size
 
 
@@ -135,10 +134,9 @@ def verify_run(run: Run, listing: Listing, quiet: bool) -> list[VerifyResult]:
     for version in listing.versions:  # not kept open: the trees of many versions fill the memory
         if (snapshot := _open_version(run, version, results)) is not None:
             own_bytes[version] = bytes_to_read(snapshot) - snapshot.referred_bytes
-    for key, decode in _run_records(run, listing):
+    for key, read in _run_records(run, listing):
         try:
-            limit = MAX_MANIFEST if decode is decode_step_metrics else MAX_RECORD
-            decode(get_bounded(run.store, key, limit), key)
+            read(run.store, key)
         except errors.NotFound:
             continue
         except (errors.FormatError, errors.StoreError) as e:
@@ -168,18 +166,25 @@ def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Sn
         return None
 
 
-def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes, str], object]]]:
-    """Return the keys and decoders of branch records, lasting pins, records about versions, and
-    files of the metrics log."""
+def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[Store, str], object]]]:
+    """Return the keys of branch records, lasting pins, records about versions, and files of the
+    metrics log, and what reads each."""
     folders = (run.catalog.files(version, listing) for version in listing.folders)
     keys = (stat.key for folder in folders for stat in folder.stats)
     about = ((key, parse_evaluation(key.rpartition("/")[2])) for key in keys)
-    return [
+    records: list[tuple[str, Callable[[bytes, str], object]]] = [
         *((branch_name(number), decode_branch) for number in listing.branches),
         *((pin_name(str(version)), decode_lasting_pin) for version in sorted(listing.lasting_pins)),
         *((key, partial(decode_about_version, kind=file.kind)) for key, file in about if file),
-        *((file.key, decode_step_metrics) for file in sorted(list_files(run.store))),
     ]
+    return [
+        *((key, partial(_read_record, decode)) for key, decode in records),
+        *((file.key, read_file) for file in sorted(list_files(run.store))),
+    ]
+
+
+def _read_record(decode: Callable[[bytes, str], object], store: Store, key: str) -> object:
+    return decode(get_bounded(store, key, MAX_RECORD), key)
 
 
 def _failed_result(
