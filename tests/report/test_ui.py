@@ -290,7 +290,7 @@ def test_a_browser_that_does_not_wait(serve, runs, capsys):
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(b"GET http://[::1/ HTTP/1.1\r\n" + host % served.port)
         assert b"404 Not Found" in connection.recv(100)
-    wait_until(lambda: "process_request_thread" not in str(threading.enumerate()))
+    wait_until(lambda: "process_request_thread" not in str(threading.enumerate()), ui.WAIT + 40)
     assert capsys.readouterr().err == ""
 
 
