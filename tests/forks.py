@@ -44,13 +44,15 @@ def wait(pid, end):
     return "no end"
 
 
-def send_sigterm():
-    """Send SIGTERM to this process, and wait until the notice was seen: a training could end before
-    that, with 0."""
+def send_sigterm(ckpt):
+    """Send SIGTERM to this process, and wait until the training of ``ckpt`` must leave at its next
+    step: it could make its last steps before that, and end with 0."""
     seen = threading.Event()
     with limpet.attach(lambda name, fields: seen.set() if name == "notice" else None):
         os.kill(os.getpid(), signal.SIGTERM)
-        seen.wait(5)
+        assert seen.wait(60)
+    with ckpt._preemption._watcher._lock:  # held during the response, which begins with the event
+        pass
 
 
 def describe(value, key):

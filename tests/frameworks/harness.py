@@ -52,17 +52,19 @@ def reach(mark: str) -> None:
 
 
 def _end():
-    if _kill.waits:
+    global _kill
+    kill, _kill = _kill, None  # a mark may be reached again before the training leaves
+    if kill.waits:
         for checkpointer in _checkpointers:
             checkpointer._saver.wait()
     sys.stdout.flush()
     sys.stderr.flush()
-    if _kill.signal == signal.SIGTERM:
-        send_sigterm()
+    if kill.signal == signal.SIGTERM:
+        send_sigterm(_checkpointers[-1])
         return
     for pid in _other_ranks:  # before they notice that this rank is gone
-        os.kill(pid, _kill.signal)
-    os.kill(os.getpid(), _kill.signal)
+        os.kill(pid, kill.signal)
+    os.kill(os.getpid(), kill.signal)
 
 
 _checkpointers: list = []

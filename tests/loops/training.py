@@ -125,7 +125,7 @@ class Training:
         if self.kill.endswith("!"):
             raise Interrupted
         if self.kill.endswith("~"):
-            send_sigterm()  # it ends after the next step
+            send_sigterm(ckpt)  # it ends after the next step
             return
         if place != "save":
             ckpt.wait()
