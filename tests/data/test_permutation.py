@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from limpet.data.epoch_order import BatchBlocks, permute
+from limpet.data import epoch_order
+from limpet.data.epoch_order import EpochOrder, permute
 
 
 def order(length, seed=0, epoch=0):
@@ -42,12 +43,30 @@ def test_the_order_is_a_permutation(length, seed, epoch):
 
 def batches(length, size, seed, rank=0, ranks=1, *, shuffle=True, drop_last=False, epoch=0, at=0):
     """Yield this rank's parts of the batches from the position ``at`` on, and their positions."""
-    blocks = BatchBlocks()
-    while at < length and not (drop_last and length - at < size):
-        span = at, min(at + size, length)
-        yield span, blocks.local_batch((length, seed, shuffle), epoch, span, size, rank, ranks)
-        assert blocks._rows.nbytes <= 8 * max(8192, -(-size // ranks))
-        at = span[1]
+    source = EpochOrder(
+        range(length), None, is_shuffled=shuffle, is_by_batch=False, drop_last=drop_last, key=seed
+    )
+    source.size = size
+    for start, stop, is_last, part in source.parts(epoch, at, rank, ranks):
+        yield (start, stop), part
+        assert is_last == (length - stop < (size if drop_last else 1))
+
+
+def test_few_batches_are_computed_at_once(monkeypatch):
+    """The arrays of an order of 10^9 samples would not fit into memory."""
+    sizes = []
+
+    def record(positions, *arguments):
+        sizes.append(len(positions))
+        return permute(positions, *arguments)
+
+    monkeypatch.setattr(epoch_order, "permute", record)
+    for size, ranks in ((1, 1), (256, 1), (4096, 64), (20011, 2)):
+        sizes.clear()
+        for _, _ in zip(range(300), batches(10**9, size, 3, 0, ranks), strict=False):
+            pass
+        assert max(sizes) <= max(8192, -(-size // ranks))
+        assert len(sizes) == 1 + 299 // max(1, 8192 // -(-size // ranks))
 
 
 GOLDEN_BATCHES = {

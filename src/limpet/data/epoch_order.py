@@ -26,6 +26,10 @@ Part = tuple[int, int, bool, list[Any]]
 _BLOCK = 4096
 """The items that are drawn from a sampler with one seed."""
 
+_MAX_BLOCK = 8192
+"""The number of indices that are computed at once, unless one batch has more. They take 0.5 ms, and
+the arrays of a block fit into a processor's L2 cache."""
+
 
 @dataclass
 class EpochOrder:
@@ -63,16 +67,23 @@ class EpochOrder:
         return self._drawn_parts(epoch, at, rank, ranks)
 
     def _computed_parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
+        """Compute a block of batches at once."""
         if self.length is None:
             self.length = len(self)
-        length, size, blocks = self.length, self.size, BatchBlocks()
-        order = length, self.key, self.is_shuffled
+        length, size, own = self.length, self.size, np.arange(rank, self.size, ranks)
         least = size if self.drop_last else 1
         while length - at >= least:
-            stop = min(at + size, length)
-            part = blocks.local_batch(order, epoch, (at, stop), size, rank, ranks)
-            yield at, stop, length - stop < least, part
-            at = stop
+            count = min((length - at) // size, max(1, _MAX_BLOCK // len(own)))
+            block: NDArray[Any] = at + own + size * np.arange(count)[:, np.newaxis]
+            if not count:  # the last batch is padded with samples from the beginning of the epoch
+                end = length + -(length - at) % ranks
+                block = np.arange(at + rank, end, ranks)[np.newaxis] % length
+            if self.is_shuffled:
+                block = permute(block.reshape(-1), length, self.key, epoch).reshape(block.shape)
+            for batch in block:
+                stop = min(at + size, length)
+                yield at, stop, length - stop < least, batch.tolist()
+                at = stop
 
     def _drawn_parts(self, epoch: int, at: int, rank: int, ranks: int) -> Iterator[Part]:
         """Draw again from the beginning of the epoch."""
@@ -180,58 +191,3 @@ def _reduce(x: NDArray[np.uint64], n: np.uint64) -> None:
     quotients = x // n
     quotients *= n
     x -= quotients
-
-
-# -- batches in blocks ---------------------------------------------------------------------------
-
-
-_MAX_BLOCK = 8192
-"""The number of indices that are computed at once, unless one batch has more. They take 0.5 ms, and
-the arrays of a block fit into a processor's L2 cache."""
-
-Order = tuple[int, int, bool]
-"""The number of samples, the seed, and whether the order is shuffled."""
-
-
-class BatchBlocks:
-    """Returns this rank's parts of batches. It computes the next batches too, and keeps them."""
-
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._first = 0
-        self._rows: NDArray[Any] = np.empty((0, 0), np.int64)
-
-    def local_batch(
-        self,
-        order: Order,
-        epoch: int,
-        span: tuple[int, int],
-        batch_size: int,
-        rank: int,
-        ranks: int,
-    ) -> list[int]:
-        """Return the samples of this rank in the batch of the positions ``span`` of an epoch,
-        padded to a multiple of ``ranks`` with samples from the beginning of the epoch."""
-        start, stop = span
-        if stop - start < batch_size:
-            stop += -(stop - start) % ranks
-            positions = np.arange(start + rank, stop, ranks)
-            return _samples(positions, order, epoch).tolist()  # type: ignore[no-any-return]
-        key = (order, epoch, batch_size, rank, ranks)
-        row, offset = divmod(start - self._first, batch_size)
-        if key != self._key or offset or not 0 <= row < len(self._rows):
-            local = np.arange(start + rank, stop, ranks)
-            complete = (order[0] - start) // batch_size
-            count = min(complete, max(1, _MAX_BLOCK // len(local)))
-            positions = local + batch_size * np.arange(count)[:, np.newaxis]
-            self._key = None  # in case the next line is interrupted
-            self._rows = _samples(positions.reshape(-1), order, epoch).reshape(positions.shape)
-            self._first, self._key, row = start, key, 0
-        batch: list[int] = self._rows[row].tolist()
-        return batch
-
-
-def _samples(positions: NDArray[np.int64], order: Order, epoch: int) -> NDArray[Any]:
-    length, seed, shuffle = order
-    positions %= length
-    return permute(positions, length, seed, epoch) if shuffle else positions
