@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import structs
 
 from limpet import errors, events
 from limpet.format.manifest import Parent
@@ -27,12 +26,12 @@ from limpet.run.catalog import read_sessions, read_training_metadata
 from limpet.run.run import Run
 from limpet.saving.commit import not_shared_error
 from limpet.snapshot import pins
-from limpet.snapshot.location import Url
+from limpet.snapshot.location import Location, Url
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.store import LocalStore
 from limpet.text import format_list, to_repr, warn_user
 from limpet.threads import no_op
-from limpet.tiers.inventory import WHERE, CurrentLine, Sources, TierName, TierSnapshot
+from limpet.tiers.inventory import WHERE, CurrentLine, TierName, TierSnapshot
 from limpet.tiers.ladder import Ladder, LadderExhausted
 from limpet.tiers.tiers import Tiers
 from limpet.training.options import check_not_snapshot
@@ -66,7 +65,7 @@ class Resume:
     """The versions on local disks that are still to be promoted."""
 
     _problems: list[Skipped] = field(default_factory=list)
-    """The newer states of tiers that are skipped."""
+    """The newer states that are skipped, on rank 0."""
 
     def load(self) -> ResumePoint | None:
         """Load the newest state, as ``load_newest``, or, in an empty run, ``start``, if any."""
@@ -117,9 +116,8 @@ class Resume:
             tiers.resume_from(tier, kept, self._leftovers)
             if ladder.left_out is not None:
                 warn_user(ladder.left_out, errors.SkippedVersion)
-            if skipped := self._problems if point is None else point.skipped:
-                for message in describe_skipped(skipped):
-                    warn_user(message, errors.SkippedVersion)
+            for message in describe_skipped(self._problems):
+                warn_user(message, errors.SkippedVersion)
             return point
         except errors.LimpetError as e:
             if self._is_partially_loaded and not e.is_state_invalid:
@@ -202,21 +200,21 @@ class Resume:
             ladder.record(None)
             self._tell(ResumeInstruction(True))
             return None
-        version = snapshot.version
-        newer = self._problems + [Skipped(str(damaged), error) for damaged, error in skipped]
+        version, goes_below = snapshot.version, goes_below or bool(self._problems)
+        self._problems += [Skipped(str(damaged), error) for damaged, error in skipped]
         listing = run.catalog.listing()
         is_newest = version == lineage.newest_version(run.catalog, listing)
-        if is_newest and not (self._problems or goes_below or ladder.leaves_newer):
+        if is_newest and not (goes_below or ladder.leaves_newer):
             ladder.record(snapshot)
             number = lineage.newest_branch(run.catalog, listing)
         else:
             self.acquire_lock()  # only the writer of a run may change its current lineage
             ladder.record(snapshot)
-            reason = ladder.branch_reason or lineage.skipped_reason(newer) or "on request"
+            reason = ladder.branch_reason or lineage.skipped_reason(self._problems) or "on request"
             number = lineage.start_branch(run.catalog, snapshot, version, reason)
         self._tell(ResumeInstruction(True, str(version), snapshot.digest, number))
-        point = make_resume_point(snapshot, number, newer)
-        return replace(point, sessions=lineage.find_sessions(run.catalog, listing, snapshot))
+        sessions = lineage.find_sessions(run.catalog, listing, snapshot)
+        return make_resume_point(snapshot, number, sessions)
 
     def _load_with_others(self, snapshot: SnapshotReader) -> None:
         self.ladder.check(snapshot.version)
@@ -260,7 +258,7 @@ class Resume:
             if is_whole and line.is_newer(in_tier.version):
                 # else it is skipped below, with a warning
                 with suppress(errors.FormatError, errors.StoreError):
-                    reader = self._open_in_tier(instruct(in_tier, 0))
+                    reader = self._open_in_tier(in_tier)
                     if line.is_continued_by(in_tier, reader):
                         self._leftovers.append(in_tier)
 
@@ -274,16 +272,15 @@ class Resume:
             is_newest = in_tier.version == line.newest
             if not (is_newest or line.is_newer(in_tier.version)):
                 continue
-            instruction = instruct(in_tier, line.branch)
             try:
-                reader = self._open_in_tier(instruction)
+                reader = self._open_in_tier(in_tier)
                 # a state of another history is no problem, damaged or not
                 belongs = line.is_same if is_newest else line.is_continued_by
                 if in_tier.digest and not belongs(in_tier, reader):
                     continue
                 in_tier.check_whole(reader)
-                self._tell(instruction)
-                snapshot = self._load_from_tier(instruction)
+                self._tell(ResumeInstruction(False, in_tier=in_tier))
+                snapshot = self._load_from_tier(in_tier)
             except (errors.FormatError, errors.StoreError, errors.RankFailed) as e:
                 if is_newest:  # the run has it, too
                     events.emit("skipped", version=in_tier.folder, error=e)
@@ -299,40 +296,37 @@ class Resume:
             if damaged:
                 reason = lineage.skipped_reason(damaged)
                 number = lineage.start_branch(self.run.catalog, snapshot, in_tier.version, reason)
-            done = structs.replace(
-                instruction,
-                done=True,
-                branch=number,
-                sources=Sources(),
-                durable=None if durable is None else Parent(str(line.newest), durable.digest),
-            )
+            before = None if durable is None else Parent(str(line.newest), durable.digest)
+            done = ResumeInstruction(True, in_tier.folder, in_tier.digest, number, durable=before)
             self._tell(done)
-            return continue_from_tier(self.run, snapshot, done, self._problems)
+            return continue_from_tier(self.run, snapshot, in_tier, done)
         return None
 
     # -- the other ranks -----------------------------------------------------------------------
 
     def _follow(self) -> ResumePoint | str | None:
-        snapshot = None
+        snapshot, in_tier = None, None
         while True:
             instruction = self._collective.broadcast(None, ResumeInstruction)
             if instruction.given_up:
                 self._collective.gather(True, bool)
                 return instruction.given_up
-            version = None if instruction.version is None else parse_version(instruction.version)
+            if instruction.in_tier is not None:
+                in_tier = instruction.in_tier
+                # rank 0 gets the same error
+                with suppress(errors.FormatError, errors.StoreError, errors.RankFailed):
+                    snapshot = self._load_from_tier(in_tier)
+                continue
+            version = parse_version(instruction.version)
             if version is None:
                 return None
             if instruction.done and snapshot is not None:
                 if self._error is not None:
                     raise self._error
-                if instruction.tier is not None:
-                    return continue_from_tier(self.run, snapshot, instruction, [])
-                return make_resume_point(snapshot, instruction.branch, [])
-            if instruction.tier is not None:
-                # rank 0 gets the same error
-                with suppress(errors.FormatError, errors.StoreError, errors.RankFailed):
-                    snapshot = self._load_from_tier(instruction)
-                continue
+                if in_tier is not None:
+                    return continue_from_tier(self.run, snapshot, in_tier, instruction)
+                return make_resume_point(snapshot, instruction.branch)
+            in_tier = None
             snapshot = SnapshotReader(self.run.location(version), None, instruction.digest)
             try:
                 # this also reads the manifest: nothing can fail after the last instruction
@@ -361,18 +355,17 @@ class Resume:
             raise
         self._error, self._is_partially_loaded = None, False
 
-    def _load_from_tier(self, instruction: ResumeInstruction) -> SnapshotReader:
+    def _load_from_tier(self, in_tier: TierSnapshot) -> SnapshotReader:
         """Load a state of a tier, and return it. Raises the same errors."""
-        snapshot = self._open_in_tier(instruction)
-        self._first_from_tier = self._first_from_tier or (snapshot, instruction.tier)
+        snapshot = self._open_in_tier(in_tier)
+        self._first_from_tier = self._first_from_tier or (snapshot, in_tier.tier)
         self._load(snapshot)
         return snapshot
 
-    def _open_in_tier(self, instruction: ResumeInstruction) -> SnapshotReader:
+    def _open_in_tier(self, in_tier: TierSnapshot) -> SnapshotReader:
         """Return a state of a tier, of which nothing is read yet."""
-        tier, folder = instruction.tier or "memory", instruction.version or ""
-        location = self.tiers.locate(tier, folder, instruction.sources)
-        return SnapshotReader(location, None, instruction.digest)
+        location = self.tiers.locate(in_tier.tier, in_tier.folder, in_tier.sources)
+        return SnapshotReader(location, None, in_tier.digest)
 
 
 # -- starting from another run -------------------------------------------------------------------
@@ -454,7 +447,6 @@ class ResumePoint:
     branch: int = 0
     note: Mapping[str, Any] = field(default_factory=dict)
     training_metadata: Mapping[str, Any] = field(default_factory=dict)
-    skipped: Sequence[Skipped] = ()
     durable: SnapshotReader | None = None
     tier: TierName | None = None
     start_report: LoadReport | None = None
@@ -463,41 +455,34 @@ class ResumePoint:
 
 
 class ResumeInstruction(msgspec.Struct, frozen=True):
-    """Rank 0's instruction: load ``version`` with the manifest ``digest``, or if ``done`` go on
-    from the last one, on ``branch`` (None: from none). ``given_up``: why all leave, for people."""
+    """Rank 0's instruction: load ``in_tier``, or ``version`` with the manifest ``digest``; or if
+    ``done``, go on from the last one, on ``branch`` (without a ``version``: from none).
+    ``durable``: the run's newest version; ``given_up``: why all leave, for people."""
 
     done: bool
-    version: str | None = None
+    version: str = ""
     digest: str = ""
     branch: int = 0
-    tier: TierName | None = None
-    sources: Sources = Sources()
+    in_tier: TierSnapshot | None = None
     durable: Parent | None = None
     given_up: str = ""
 
 
-def instruct(in_tier: TierSnapshot, branch: int) -> ResumeInstruction:
-    return ResumeInstruction(
-        False, in_tier.folder, in_tier.digest, branch, in_tier.tier, in_tier.sources
-    )
-
-
 def continue_from_tier(
-    run: Run, snapshot: SnapshotReader, done: ResumeInstruction, skipped: Sequence[Skipped]
+    run: Run, snapshot: SnapshotReader, in_tier: TierSnapshot, done: ResumeInstruction
 ) -> ResumePoint:
     """Return how training continues from a state of a tier, which later versions name."""
-    point = make_resume_point(snapshot, done.branch, skipped)
-    version = None if done.durable is None else parse_version(done.durable.version)
-    durable = None
-    if done.durable is not None and version is not None:
-        durable = SnapshotReader(run.location(version), None, done.durable.digest)
-    origin = {"tier": done.tier, "version": done.version, "digest": done.digest}
+    point, durable = make_resume_point(snapshot, done.branch), None
+    if done.durable is not None:
+        location = Location(run.store, done.durable.version)
+        durable = SnapshotReader(location, None, done.durable.digest)
+    origin = {"tier": in_tier.tier, "version": done.version, "digest": done.digest}
     note = {**point.note, "resumed_from_tier": origin}
-    return replace(point, note=note, durable=durable, tier=done.tier)
+    return replace(point, note=note, durable=durable, tier=in_tier.tier)
 
 
 def make_resume_point(
-    snapshot: SnapshotReader, branch: int, skipped: Sequence[Skipped]
+    snapshot: SnapshotReader, branch: int, sessions: Sequence[str] | None = None
 ) -> ResumePoint:
     note = snapshot.metadata.get("note")
     origin = note.get("started_from") if isinstance(note, dict) else None
@@ -507,9 +492,8 @@ def make_resume_point(
         branch=branch,
         note={} if origin is None else {"started_from": origin},
         training_metadata=read_training_metadata(snapshot),
-        skipped=skipped,
         durable=snapshot,
-        sessions=read_sessions(snapshot),
+        sessions=read_sessions(snapshot) if sessions is None else sessions,
     )
 
 
