@@ -8,6 +8,7 @@ or that a request has arrived. It proposes a save, and all ranks save at a step 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from limpet.ranks.agreement import Agreement, LocalAgreement
@@ -26,33 +27,30 @@ class _Moment(NamedTuple):
     epochs: int
 
 
+@dataclass(eq=False)
 class Cadence:
     """Evaluates the save policy at each step. ``saver``: whose saves it decides, or None."""
 
-    def __init__(
-        self,
-        policy: SavePolicy,
-        group: Group,
-        step_counter: StepCounter,
-        saver: Saver | None = None,
-    ) -> None:
-        self._policy = policy
-        self._group = group
-        self._step_counter = step_counter
-        self._saver = saver
-        self._save_number = 0
-        self._begun_step: int | None = None
+    policy: SavePolicy
+    group: Group
+    step_counter: StepCounter
+    saver: Saver | None = None
+    _save_number: int = 0
+    _begun_step: int | None = None
+    _last_save: _Moment = field(init=False)
+
+    def __post_init__(self) -> None:
         self.restart()
 
     @property
     def has_begun(self) -> bool:
         """True on all ranks if a save of this step began, maybe failed, or a resume ended here."""
-        return self._begun_step == self._step_counter.progress.step
+        return self._begun_step == self.step_counter.progress.step
 
     def restart(self, since: tuple[int, int] | None = None, *, is_saving: bool = True) -> None:
         """Count from now, or ``since`` steps and epochs. ``is_saving``: this step is saved."""
         self._save_number += 1
-        step, epochs = self._step_counter.progress.step, self._step_counter.progress.epoch
+        step, epochs = self.step_counter.progress.step, self.step_counter.progress.epoch
         self._begun_step = step if is_saving and since is None else None
         step, epochs = (step, epochs) if since is None else since
         self._last_save = _Moment(step, time.monotonic(), epochs)
@@ -68,12 +66,12 @@ class Cadence:
         if self.has_begun:  # ``end_epoch``, or the end of a guarded call, follows the step
             # neither epochs nor proposals until now cause a save: there is a version already
             self._save_number += 1
-            epochs = self._step_counter.progress.epoch
+            epochs = self.step_counter.progress.epoch
             self._last_save = self._last_save._replace(epochs=epochs)
             return None
         if not agreed_proposals.isdisjoint((SAVE_BEFORE_STOP, SAVE_ON_REQUEST)):
             return "preemption" if SAVE_BEFORE_STOP in agreed_proposals else "request"
-        if self._group.size == 1:
+        if self.group.size == 1:
             due = requested or self.is_due()
         else:
             # the number lets a save that begins before the agreed step answer the proposal too
@@ -82,7 +80,7 @@ class Cadence:
             requested = requested or by_request in agreed_proposals
             # a count is due on all ranks, as no time is involved
             due = is_agreed or self.is_due(by_clock=False)
-            if not due and (requested or (self._group.rank == 0 and self.is_due())):
+            if not due and (requested or (self.group.rank == 0 and self.is_due())):
                 agreement.propose(by_request if requested else by_clock)
         if not due:
             return None
@@ -92,12 +90,12 @@ class Cadence:
         """Return True if a save is due by the counts, and the clock and the saves of this rank."""
         last = self._last_save
         now = PolicyInput(
-            step=self._step_counter.progress.step,
+            step=self.step_counter.progress.step,
             seconds=time.monotonic() if by_clock else last.seconds,
-            epochs=self._step_counter.progress.epoch,
+            epochs=self.step_counter.progress.epoch,
             last_step=last.step,
             last_seconds=last.seconds,
             last_epochs=last.epochs,
-            is_saving=not by_clock or (self._saver is not None and self._saver.must_wait),
+            is_saving=not by_clock or (self.saver is not None and self.saver.must_wait),
         )
-        return self._policy.due(now)
+        return self.policy.due(now)

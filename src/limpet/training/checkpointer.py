@@ -179,7 +179,6 @@ class Checkpointer:
         take_over(self._ending)
 
     def _make_parts(self, options: Options) -> None:
-        self._options = options
         self._early_stop = EarlyStop(options.stop, self.run, self._group)
         self._step_counter = StepCounter(self.state)
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
@@ -214,24 +213,14 @@ class Checkpointer:
             step_durations=self._goodput.step_durations,
         )
         self._ending = Ending(
-            policy=options.save,
-            at_end=options.at_end,
             saver=self._saver,
             lifecycle=self._lifecycle,
             step_counter=self._step_counter,
+            savepoint=self._savepoint,
             start_save=self._start_save,
             release=self._release,
-            savepoint=self._savepoint,
         )
-        self._preemption = PreemptionResponse(
-            preemption,
-            self._group,
-            step_counter=self._step_counter,
-            goodput=self._goodput,
-            saver=self._saver,
-            ending=self._ending,
-            savepoint=self._savepoint,
-        )
+        self._preemption = PreemptionResponse(self._ending, self._goodput)
         self._is_never = is_never
         self._looks = 0 if is_never or self._group.rank else 2  # at what the state lacks
         self._script_options = state_check.read_options(self.state)
@@ -705,7 +694,7 @@ class Checkpointer:
             return
         state = check_state(self._state_function())
         check_position(self.run, state)
-        if check_streamed(state, self._options):
+        if check_streamed(state, self._saver.options):
             self._savepoint.is_useful = False
         self._step_counter.attach(state)
         self._savepoint.attach(state)
@@ -806,7 +795,7 @@ class Checkpointer:
         restored += state_check.describe_changes(self._script_options, earlier, used)
         run, url, step = self.run.url, point.snapshot.url, progress.step
         events.emit("resumed", run=run, url=url, step=step, branch=self._branch, changes=changes)
-        configs = point.snapshot.metadata_node("config"), self._saver.config
+        configs = point.snapshot.metadata_node("config"), self._saver.options.config
         texts = () if None in configs else [*map(describe_change, compare_configs(*configs))]
         if self._group.rank == 0 and point.from_own_run and texts:
             events.emit("config_changed", run=run, url=url, changes=texts)

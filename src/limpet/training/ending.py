@@ -21,7 +21,7 @@ from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.collective import Collective
 from limpet.ranks.error_report import Arrival, describe_cause, format_with_notes
 from limpet.ranks.group import Group, all_reduce, broadcast_from_first
-from limpet.run.policy import Never, OnPreemption, SavePolicy
+from limpet.run.policy import Never, OnPreemption
 from limpet.run.records import put_about_version
 from limpet.run.run import Run
 from limpet.snapshot import pins
@@ -50,17 +50,15 @@ class Ending:
 
     def __init__(
         self,
-        policy: SavePolicy,
-        at_end: bool,
         saver: Saver,
         lifecycle: Lifecycle,
         step_counter: StepCounter,
+        savepoint: StepSavepoint,
         start_save: Callable[..., object],
         release: Callable[[], object],
-        savepoint: StepSavepoint,
     ) -> None:
-        self.policy = policy
-        self._at_end = at_end and policy.at_end
+        self._policy = policy = saver.options.save
+        self._at_end = saver.options.at_end and policy.at_end
         self.expects_save = not isinstance(policy, Never | OnPreemption)
         """True if steps that no version holds are worth a warning after an exception."""
 
@@ -68,9 +66,9 @@ class Ending:
         self.saver = saver
         self._lifecycle = lifecycle
         self.step_counter = step_counter
+        self.savepoint = savepoint
         self._start_save = start_save
         self._release = release
-        self._savepoint = savepoint
         self.call_save_function = lifecycle.call_save_function
         self.is_entered = False
         """True in a ``with`` block, which allows saves after an exception."""
@@ -86,7 +84,7 @@ class Ending:
         with suppress(errors.StoreError, errors.CommitError):  # an event has reported it
             saver.wait_before_last(saver.begun_step == step, deadline)
         is_saved = saver.saved_step == step
-        if not is_saved and not isinstance(self.policy, Never):
+        if not is_saved and not isinstance(self._policy, Never):
             self._start_save("preemption", None, deadline)
             self.saver.wait_on_all_ranks("the last save", deadline)
 
@@ -95,7 +93,7 @@ class Ending:
     def check_entered(self) -> None:
         """Raise ``LimpetError`` if ``OnException`` is used outside a ``with`` block. Without the
         block, the Checkpointer does not see that the training raised."""
-        if self.policy.on_exception and not self.is_entered:
+        if self._policy.on_exception and not self.is_entered:
             raise errors.LimpetError(
                 "OnException can never fire: use the Checkpointer as a context manager, or remove"
                 " OnException(), which copies state at every step"
@@ -136,21 +134,21 @@ class Ending:
             steps, reason = self.step_counter, saver.early_stop.end_reason
             is_saved = saver.saved_step == steps.progress.step
             positions = steps.loader_epochs() if is_saved else None
-            record = partial(record_end, saver, reason, steps.progress.epoch, positions)
-            retain = partial(saver.retention.finish, saver.writer.newest)
-            failure: Exception | None = None
-            parts: list[Callable[[], object]] = [] if self._group.rank else [retain]
-            ends = [] if is_leaving else [record]
-            parts = [*ends, saver.finish_log, saver.on_best.finish, *parts]
+            parts: list[Callable[[], object]] = [saver.finish_log, saver.on_best.finish]
+            if not is_leaving:
+                parts.insert(0, partial(record_end, saver, reason, steps.progress.epoch, positions))
+            if self._group.rank == 0:
+                parts.append(partial(saver.retention.finish, saver.writer.newest))
+            failures: list[Exception] = []
             for part in parts:
                 try:
                     saver.warn_or_raise(part)
                 except Exception as e:  # noqa: BLE001  (the other parts follow)
-                    failure = failure or e
-                    if failure is not e:
-                        failure.add_note(f"In addition, {format_with_notes(e)}")
-            if failure is not None:
-                raise failure
+                    failures.append(e)
+            for failure in failures[1:]:
+                failures[0].add_note(f"In addition, {format_with_notes(failure)}")
+            if failures:
+                raise failures[0]
             if self._group.rank == 0 and saver.writer.attempt:
                 report_missing_metrics(saver)
         is_over = is_process_ending() or self._lifecycle.is_forked
@@ -165,10 +163,22 @@ class Ending:
             self.saver.warn_or_raise(self.saver.wait)
 
     def _save(self) -> None:
-        step = self.step_counter.progress.step
-        if must_save_last_step(self._group, step, self.saver.saved_step == step):
-            self.saver.warn_or_raise(self._start_save, "end")
-            self._wait()
+        """Save the last step on all ranks. If a version has it, the others are not waited for.
+        ``RankFailed``: not all ranks end at this step without an exception."""
+        group, step = self._group, self.step_counter.progress.step
+        if self.saver.saved_step == step:
+            problem = errors.RankFailed(
+                f"Rank {group.rank} has ended after step {step}, which is saved",
+                expected="all ranks to end after the same step",
+                todo="Make the same number of steps on all ranks",
+                rank=group.rank,
+            )
+            report_exception(group, problem)
+            return
+        with closing(group.collective(_END)) as collective, collective:
+            _compare_steps(collective, step, "The ranks did not end at the same step")
+        self.saver.warn_or_raise(self._start_save, "end")
+        self._wait()
 
     def finish_after(self, error: BaseException, agreement: Agreement | LocalAgreement) -> None:
         """End the training after ``error`` in the ``with`` block; other failures are reported with
@@ -194,7 +204,7 @@ class Ending:
         try:
             self._end_after(error, problems)
         except Exception as e:
-            tolerated = self.saver.on_error == "warn" and isinstance(
+            tolerated = self.saver.options.on_error == "warn" and isinstance(
                 e, errors.StoreError | errors.CommitError
             )
             if isinstance(error, SystemExit) and not error.code and not tolerated:
@@ -208,9 +218,9 @@ class Ending:
 
     @exclusive
     def _end_after(self, error: BaseException, problems: list[str]) -> None:
-        label, can_save = self._savepoint.label, self._lifecycle.can_save
+        label, can_save = self.savepoint.label, self._lifecycle.can_save
         try:
-            if can_save and self.policy.on_exception and label is not None:
+            if can_save and self._policy.on_exception and label is not None:
                 self._save_before_exception(label, error, problems)
             elif can_save and self._at_end:
                 report_exception(self._group, error)
@@ -251,8 +261,8 @@ class Ending:
             earlier_error = e
         state, own_reason = None, _ALREADY_SAVED
         if saver.writer.newest is None or version_of(saver.writer.newest) != label.version:
-            state = self._savepoint.flatten_captured(self._group.rank)
-            own_reason = str(self._savepoint.invalid_reason) if state is None else ""
+            state = self.savepoint.flatten_captured(self._group.rank)
+            own_reason = str(self.savepoint.invalid_reason) if state is None else ""
         operation = "the state before an exception"
         reason = all_reduce(self._group, operation, lambda: own_reason, str, _first_reason, str)
         if reason and reason != _ALREADY_SAVED:
@@ -290,24 +300,7 @@ class Ending:
                 error=self._lifecycle.interruption(),
             )
         self._start_save = self._release = no_op  # the Checkpointer refers to this object
-        self._savepoint.close()
-
-
-def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
-    """Return True if all ranks must now save this rank's last step. If a version has it, the others
-    are not waited for. ``RankFailed``: not all ranks end at this step without an exception."""
-    if is_saved:
-        problem = errors.RankFailed(
-            f"Rank {group.rank} has ended after step {step}, which is saved",
-            expected="all ranks to end after the same step",
-            todo="Make the same number of steps on all ranks",
-            rank=group.rank,
-        )
-        report_exception(group, problem)
-        return False
-    with closing(group.collective(_END)) as collective, collective:
-        _compare_steps(collective, step, "The ranks did not end at the same step")
-    return True
+        self.savepoint.close()
 
 
 def report_exception(group: Group, error: BaseException) -> None:
@@ -402,7 +395,7 @@ def report_missing_metrics(saver: Saver) -> None:
     ones that only evaluations that do not count have measured."""
     awaited, given = saver.early_stop.awaited_metric, set[str]()
     inexact = saver.inexact_metrics.copy()
-    needed = {metric for metric, _ in saver.keep.objectives}
+    needed = {metric for metric, _ in saver.options.keep.objectives}
     needed |= set() if awaited is None else {awaited}
     if not needed - saver.evaluated_metrics:
         return

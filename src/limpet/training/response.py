@@ -25,15 +25,13 @@ from limpet.notices.watcher import NoticeWatcher
 from limpet.ranks.agreement import Agreement, LocalAgreement, Observer, RoundDeadline
 from limpet.ranks.collective import SAVE_FN
 from limpet.ranks.error_report import decode_raised, describe_cause, error_text, is_from_torch
-from limpet.ranks.group import Group, broadcast_from_first, failing_together
+from limpet.ranks.group import broadcast_from_first, failing_together
 from limpet.text import describe_newest
 from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
 from limpet.training.goodput import Goodput
-from limpet.training.preemption_plan import LEAVE, SAVE_BEFORE_STOP, SAVE_ON_REQUEST, Preemption
-from limpet.training.saver import Saver
-from limpet.training.step_counter import StepCounter
-from limpet.training.step_savepoint import SLACK, SavepointSaver, StepSavepoint
+from limpet.training.preemption_plan import LEAVE, SAVE_BEFORE_STOP, SAVE_ON_REQUEST
+from limpet.training.step_savepoint import SLACK, SavepointSaver
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
@@ -54,19 +52,10 @@ class PreemptionResponse(Observer):
     """Responds to notices, of this process and other ranks, as ``Preemption`` says. Threads of the
     watcher, the agreement, and the exit timer call it, and the training ``respond``."""
 
-    def __init__(
-        self,
-        settings: Preemption | None,
-        group: Group,
-        *,
-        step_counter: StepCounter,
-        goodput: Goodput,
-        saver: Saver,
-        ending: Ending,
-        savepoint: StepSavepoint,
-    ) -> None:
-        self._settings, self._group = settings, group
-        self._steps, self._goodput, self._saver, self._ending = step_counter, goodput, saver, ending
+    def __init__(self, ending: Ending, goodput: Goodput) -> None:
+        self._ending, self._goodput, self._saver = ending, goodput, ending.saver
+        self._settings, self._group = self._saver.options.preemption, self._saver.group
+        self._steps = ending.step_counter
         self.agreement: Agreement | LocalAgreement = LocalAgreement()
         """The agreement of the ranks, once the training has started."""
 
@@ -82,7 +71,9 @@ class PreemptionResponse(Observer):
         self._has_called = False  # ``save_fn`` has returned
         self._noted = _NOTHING  # what the ranks have agreed on in the block of ``watch_scope``
         self._timer = ExitTimer()
-        self._savepoint_saver = SavepointSaver(savepoint, goodput, saver, group, self._on_lost)
+        self._savepoint_saver = SavepointSaver(
+            ending.savepoint, goodput, self._saver, self._group, self._on_lost
+        )
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None

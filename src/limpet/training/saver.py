@@ -75,14 +75,13 @@ class Saver:
         is_logging = options.metrics_log and self.group.rank == 0
         self.metrics_log = MetricsLog(self.writer_lock, is_on=is_logging)
         self.early_stop = early_stop
+        self.options = options
         self.objectives = merge_objectives(options.objectives)
-        self.keep, self.config = options.keep, options.config
         self.evaluated_metrics = set[str]()
         """The metrics that evaluations in this training have given, also about versions that are
         deleted since; ``inexact_metrics``: those that do not count."""
         self.inexact_metrics = set[str]()
         self._goodput = goodput
-        self._overlap, self.on_error = options.overlap, options.on_error
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=page_lock)
         self._tiers, self.can_flush = tiers, tiers.can_flush
@@ -134,7 +133,7 @@ class Saver:
         try:
             call(*args, **kwargs)
         except errors.LimpetError as e:
-            if self.on_error == "raise" or not is_tolerable(e):
+            if self.options.on_error == "raise" or not is_tolerable(e):
                 raise
             warn_save_failed(e, self.newest_step)
 
@@ -254,7 +253,7 @@ class Saver:
     def _begin_save(
         self, state: Any, spec: SaveSpec, began: float, local: LocalSnapshots | None
     ) -> None:
-        overlap = self._overlap and not isinstance(state, FlatState)
+        overlap = self.options.overlap and not isinstance(state, FlatState)
         if overlap and self._guard is None and optimizers_in(state):
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
@@ -314,7 +313,7 @@ class Saver:
             spec.note,
             training=training,
             objectives=self.objectives,
-            config=self.config,
+            config=self.options.config,
         )
 
     def save_savepoint(
