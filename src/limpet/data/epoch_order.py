@@ -127,7 +127,6 @@ class EpochOrder:
         return iter(self.sampler)
 
     def _check_order(self, epoch: int, first: int) -> None:
-        """Raise ``LimpetError`` if the sampler draws another order than before."""
         if self.first not in (None, first):
             raise LimpetError(
                 f"The sampler of the loader draws another order of epoch {epoch} than before",

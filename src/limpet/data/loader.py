@@ -25,7 +25,7 @@ from torch.utils import data
 
 from limpet.arguments import check_count, check_rank, check_whole, require
 from limpet.data.epoch_order import EpochOrder, Part, wrapped_samplers
-from limpet.data.samples import Samples, StartWorker, Stream, Task, WorkerState, get_back
+from limpet.data.samples import Samples, Stream, Task, WorkerState, get_back, start_worker
 from limpet.errors import InexactResume, LimpetError, PlanError
 from limpet.generators import (
     END,
@@ -577,7 +577,7 @@ class DataLoader(data.DataLoader[Any]):
     def _make_inner(self, rank: int) -> data.DataLoader[Any]:
         options = {name: getattr(self, name) for name in _SAME_OPTIONS}
         if self.num_workers:
-            options["worker_init_fn"] = StartWorker(self.worker_init_fn)
+            options["worker_init_fn"] = partial(start_worker, self.worker_init_fn)
         if self._is_stream:
             is_pipe = isinstance(self.dataset, getattr(data, "IterDataPipe", ()))
             if is_pipe and (self.num_workers or self._place()[1] > 1):

@@ -96,12 +96,10 @@ class Progress:
     # -- for the Checkpointer ----------------------------------------------------------------------
 
     def add_steps(self, steps: int) -> None:
-        """Count more steps."""
         self._is_counted, self._held = True, {}
         self._step += steps
 
     def end_epoch(self) -> None:
-        """Count an epoch."""
         self._is_counted = True
         self._begin_epoch(self._epoch + 1)
 

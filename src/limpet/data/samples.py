@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from inspect import unwrap
 from itertools import islice
 from random import getrandbits
@@ -60,21 +60,16 @@ def get_back(batch: Any) -> Any:
     return batch
 
 
-@dataclass
-class StartWorker:
-    """Calls ``worker_init_fn`` of the user, who expects their own dataset in the worker. The worker
+def start_worker(worker_init_fn: Callable[[int], object] | None, worker: int) -> None:
+    """Call ``worker_init_fn`` of the user, who expects their own dataset in the worker. The worker
     outlives a signal to all processes of a job, such as SIGTERM, until the training has saved."""
-
-    worker_init_fn: Callable[[int], object] | None
-
-    def __call__(self, worker: int) -> None:
-        info: Any = data.get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-        signals: Any = sys.modules.get("limpet.notices.signals")
-        if signals is not None:  # a training handles signals that go to all processes of a job
-            signals.protect_worker(worker)
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker)
+    info: Any = data.get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    signals: Any = sys.modules.get("limpet.notices.signals")
+    if signals is not None:  # a training handles signals that go to all processes of a job
+        signals.protect_worker(worker)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 class Samples(data.Dataset[Any]):

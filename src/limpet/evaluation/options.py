@@ -47,11 +47,6 @@ class Workers:
             object.__setattr__(self, name, seconds)
         object.__setattr__(self, "attempts", check_count("attempts= of Workers", self.attempts))
 
-    @property
-    def is_inline(self) -> bool:
-        """True if the evaluator does the work itself."""
-        return not self.count and self.listen is None
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:

@@ -9,7 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Event
@@ -122,15 +122,6 @@ class RayProcess:
             self._ray.kill(self._actor)
 
 
-def connect_ray(options: Mapping[str, Any], device: str | None) -> tuple[Any, Any]:
-    """Return ray, and the class of the actors. Raises ``LimpetError`` without Ray or a cluster, and
-    for invalid ``options`` of the actors."""
-    ray_cluster.check_options("ray= of Workers", options)
-    ray = ray_cluster.connect("Workers(ray=...)")
-    gpus = {"num_gpus": 1} if str(device).startswith("cuda") else {}
-    return ray, ray_cluster.actor_class(ray, RayActor, {**gpus, **options})
-
-
 @dataclass(slots=True)
 class _Place:
     """The place of a worker, which gets another process if it is lost, ``restarts`` times in a row
@@ -184,7 +175,8 @@ class WorkerPool:
         device: str | None,
     ) -> None:
         self._workers, self._functions = workers, functions
-        self._is_inline = inline = workers.is_inline
+        # the evaluator does the work itself
+        self._is_inline = inline = not workers.count and workers.listen is None
         names = {
             label: None if function is None else FunctionName.of(function, label)
             for label, function in functions.items()
@@ -202,7 +194,11 @@ class WorkerPool:
             )
         self._ray, self._actor_class = None, None
         if workers.ray is not None:
-            self._ray, self._actor_class = connect_ray(workers.ray, device)
+            ray_cluster.check_options("ray= of Workers", workers.ray)
+            self._ray = ray_cluster.connect("Workers(ray=...)")
+            gpus = {"num_gpus": 1} if str(device).startswith("cuda") else {}
+            options = {**gpus, **workers.ray}
+            self._actor_class = ray_cluster.actor_class(self._ray, RayActor, options)
         if workers.listen is not None:
             parse_address(workers.listen)
         self.queue = Queue(
@@ -264,7 +260,6 @@ class WorkerPool:
             raise WorkerError(describe(e)) from e
 
     def close(self) -> None:
-        """End all workers."""
         self._closing.set()
         if self._is_inline:
             return

@@ -148,7 +148,6 @@ class Worker:
         self._records = records
 
     def _load(self, task: EvaluationTask, work: Work) -> None:
-        """Load the version, unless it is loaded."""
         if self._loaded == (work.url, work.digest):
             return
         self._loaded, self._model = ("", ""), None  # not two models at once
