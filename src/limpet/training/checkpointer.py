@@ -17,7 +17,7 @@ from limpet.loading.binding import Leniency
 from limpet.loading.differences import LoadReport
 from limpet.loading.snapshot import Snapshot, snapshot_of
 from limpet.ranks.agreement import make_agreement
-from limpet.ranks.group import Group, GroupSpec, saving_group
+from limpet.ranks.group import Group, GroupSpec, all_reduce, saving_group
 from limpet.run.catalog import read_training_metadata
 from limpet.run.metrics import ADDED_METRICS, check_metrics
 from limpet.run.policy import EverySeconds, KeepPolicy, Never, SavePolicy, StopWhen
@@ -40,9 +40,10 @@ from limpet.training.lifecycle import Lifecycle, exclusive
 from limpet.training.member import call_to_resume, check_members
 from limpet.training.options import (
     Options,
-    acquire_run,
     check_arguments,
     check_not_version,
+    check_ranks_agree,
+    check_run_empty,
     check_state,
     check_streamed,
     check_writable,
@@ -322,7 +323,6 @@ class Checkpointer:
         return Snapshot(point.snapshot)
 
     def _load_version(self, resume: Resume) -> ResumePoint | None:
-        """Load a version, and take over its position."""
         self._savepoint.invalidate()
         if not (self._lifecycle.is_resumed or self._lifecycle.is_started):
             self._script_options = state_check.read_options(self.state)
@@ -677,8 +677,16 @@ class Checkpointer:
         # those of members that the state has got since; a scheduler may have changed the others
         self._script_options = {**state_check.read_options(self.state), **self._script_options}
         self._ending.check_entered()
-        is_resumed, parts = self._lifecycle.is_resumed, (self._acquire_lock, self._rank_arguments)
-        acquire_run(self.run, self._group, *parts, is_resumed=is_resumed)
+        is_resumed, own = self._lifecycle.is_resumed, self._rank_arguments
+
+        def acquire_run(arguments_by_rank: list[dict[str, str]]) -> bool:
+            check_ranks_agree(arguments_by_rank)
+            if not is_resumed:
+                check_run_empty(self.run)
+            self._acquire_lock()
+            return True
+
+        all_reduce(self._group, "the first step", own, dict[str, str], acquire_run, bool)
         self._tiers.open(self.run.store, self.state, is_resumed=is_resumed)
         self._saver.start_tiers(self.state)
         self._agreement = make_agreement(self._group, "training", self._preemption)

@@ -123,9 +123,8 @@ class EarlyStop:
             return
         stored, version = read_training_metadata(snapshot).get("stop"), snapshot.version
         self._stored = ScoreHistory.from_plain(self._stop, stored)
-        self._recorded.add(snapshot)
         try:
-            self._recorded.read_newest()
+            self._recorded.add(snapshot)
         except LimpetError as e:
             advice = f"{version} was saved, but the scores of evaluations could not be read"
             advice += ". Until they are, they do not stop the training"
@@ -193,16 +192,13 @@ class RecordedScores:
         ]
 
     def add(self, snapshot: SnapshotReader) -> None:
-        """Add a version that was just committed."""
+        """Add a version that was just committed, and read the records of the newest versions.
+        Raises ``StoreError``."""
         lineage = self._lineage
         digests = {**lineage.digests, snapshot.version: snapshot.digest}
         lineage.digests = dict([*digests.items()][-MAX_VERSIONS:])
         for version in [*lineage.scores][: -2 * MAX_VERSIONS]:
             del lineage.scores[version]
-
-    def read_newest(self) -> None:
-        """Read the records of the newest versions. Raises ``StoreError``."""
-        lineage = self._lineage
         self._read(lineage, lineage.digests)
 
     def poll(self) -> None:

@@ -143,7 +143,6 @@ class Lifecycle:
         self.check_not_forked()
 
     def check_not_forked(self) -> None:
-        """Raise ``LimpetError`` in a forked process."""
         if self.is_forked:
             raise LimpetError(
                 "This Checkpointer was created before this process was forked: use it only in the"

@@ -14,7 +14,6 @@ from limpet.arguments import check_seconds, require
 from limpet.errors import LimpetError, PlanError
 from limpet.format.names import parse_version
 from limpet.format.tree import MAX_DEPTH
-from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
 from limpet.run.policy import KeepPolicy, Mode, SavePolicy, StopWhen, contains_at_end
 from limpet.run.retention import ignores_metrics
@@ -247,24 +246,3 @@ def check_run_empty(run: Run) -> None:
             found=f"{describe_run(versions)}, the newest being {versions[-1]}",
             todo="Call ckpt.resume() to continue from it, or save to another folder",
         )
-
-
-def acquire_run(
-    run: Run,
-    group: Group,
-    acquire_lock: Callable[[], object],
-    rank_arguments: Callable[[], dict[str, str]],
-    *,
-    is_resumed: bool,
-) -> None:
-    """Make this training the one that writes to the run, or raise on all ranks: now, not at the
-    first save. Ranks have equal arguments, and without a resume the run is empty."""
-
-    def check_and_lock(arguments_by_rank: Sequence[dict[str, str]]) -> bool:
-        check_ranks_agree(arguments_by_rank)
-        if not is_resumed:
-            check_run_empty(run)
-        acquire_lock()
-        return True
-
-    all_reduce(group, "the first step", rank_arguments, dict[str, str], check_and_lock, bool)

@@ -153,17 +153,24 @@ class Saver:
                 pending.forget()
         return self.writer.newest
 
-    def wait_on_all_ranks(self, what: str, limit: Deadline | None = None) -> SnapshotReader | None:
+    def wait_on_all_ranks(
+        self, what: str, limit: Deadline | None = None, wait: Callable[[], object] | None = None
+    ) -> SnapshotReader | None:
         """Wait as ``wait`` does. If one rank raises, all do: none of them goes on to a collective
         operation that the others never reach. ``what``: what the user has called."""
-        self._on_all_ranks(what, partial(self.wait, limit), limit)
+        wait = partial(self.wait, limit) if wait is None else wait
+        if self.group.size == 1:
+            wait()
+        else:
+            operation, done = f"{what} of {self.url}", lambda: True
+            broadcast_from_first(self.group, operation, done, bool, wait, limit)
         return self.writer.newest
 
     def wait_before_save(self, step: int) -> None:
         """Wait on all ranks until the due save of ``step`` may begin, or raise an earlier error."""
         was_busy, began = self.must_wait, time.perf_counter()
         try:
-            self._on_all_ranks(f"the save after step {step}", self.wait_for_turn)
+            self.wait_on_all_ranks(f"the save after step {step}", wait=self.wait_for_turn)
         finally:
             if was_busy:
                 self._waited_seconds = time.perf_counter() - began
@@ -187,16 +194,7 @@ class Saver:
                     raise TimeoutError(f"The end of a save to {self.url} did not come in time")
             self.raise_failure()
 
-        self._on_all_ranks("the end", partial(self.wait, deadline) if is_begun else wait, deadline)
-
-    def _on_all_ranks(
-        self, what: str, wait: Callable[[], object], deadline: Deadline | None = None
-    ) -> None:
-        if self.group.size == 1:
-            wait()
-        else:
-            operation, done = f"{what} of {self.url}", lambda: True
-            broadcast_from_first(self.group, operation, done, bool, wait, deadline)
+        self.wait_on_all_ranks("the end", deadline, None if is_begun else wait)
 
     def raise_failure(self) -> None:
         """Take the results of the ended saves. Raise the first error, and later the others."""

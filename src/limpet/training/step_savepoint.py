@@ -64,7 +64,6 @@ class StepSavepoint(Savepoint):
         self._sharded: list[torch.nn.Module] | None = None
 
     def attach(self, state: dict[str, Any]) -> None:
-        """Capture ``state`` from now on."""
         self.state, self._sharded = state, None
 
     def mark(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 import msgspec
@@ -497,15 +498,6 @@ class EvaluationSpec:
     batch_size: int | None
     collate: Callable[[list[Any]], Any] | None
 
-    @property
-    def batches(self) -> int:
-        return -(-self.records // (self.batch_size or 1))
-
-    def range_of(self, batch: int) -> tuple[int, int]:
-        """Return the first record of a batch, and the end."""
-        size = self.batch_size or 1
-        return batch * size, min((batch + 1) * size, self.records)
-
 
 class ShareResult(msgspec.Struct, frozen=True):
     """What a rank sends: its merged state, or the ``error`` of the user's function.
@@ -522,52 +514,46 @@ class Share:
     def __init__(self, spec: EvaluationSpec, rank: int, ranks: int, first_step: int) -> None:
         self._spec, self._rank, self._ranks = spec, rank, ranks
         self.first_step = self.last_step = first_step
-        self.rounds = -(-spec.batches // ranks)
-        self.rounds_done = 0
+        self._batches = -(-spec.records // (spec.batch_size or 1))
+        self._round, self._rounds = 0, -(-self._batches // ranks)
         self.error: Exception | None = None
         self._error_text = ""
-        self.templates: dict[str, Any] = {}
-        self._states = MetricStates(self.templates)
+        self._templates: dict[str, Any] = {}
+        self._states = MetricStates(self._templates)
 
     @property
     def is_complete(self) -> bool:
-        return self.rounds_done == self.rounds
+        return self._round == self._rounds
 
     def evaluate_next(self, step: int) -> None:
         """Evaluate the next batch after ``step``. Its ``Exception`` is kept: other ranks must learn
         of it. Later calls evaluate nothing."""
-        batch = self.rounds_done * self._ranks + self._rank
-        is_own = batch < self._spec.batches
-        start, stop = self._spec.range_of(batch if is_own else batch % self._spec.batches)
+        spec, number = self._spec, self._round * self._ranks + self._rank
+        size, is_own = spec.batch_size or 1, number < self._batches
+        start = number % self._batches * size
+        stop = min(start + size, spec.records)
         if self.error is None:
-            name = getattr(self._spec.evaluate, "__name__", "evaluate")
+            name = getattr(spec.evaluate, "__name__", "evaluate")
             states = self._states if is_own else MetricStates({})
             try:
-                with evaluating(self._spec.model), kept_generators():
-                    states.add(self._evaluate(start, stop), f"{name}()")
+                with evaluating(spec.model), kept_generators():
+                    (batch,) = read_batches(spec.data, start, stop, spec.batch_size, spec.collate)
+                    states.add(spec.evaluate(spec.model, batch), f"{name}()")
             except Exception as e:  # noqa: BLE001  (raised on all ranks, when they are told)
                 self.error = e
                 self._error_text = f"records {start} to {stop - 1} at step {step}: {describe(e)}"
         self.last_step = step
-        self.rounds_done += 1
+        self._round += 1
 
-    def _evaluate(self, start: int, stop: int) -> Any:
-        spec = self._spec
-        (batch,) = read_batches(spec.data, start, stop, spec.batch_size, spec.collate)
-        return spec.evaluate(spec.model, batch)
-
-    def result(self) -> ShareResult:
+    def _result(self) -> ShareResult:
         is_whole = self.error is None and self.is_complete
         state = self._states.to_plain() if is_whole else {}
         return ShareResult(state, self._error_text, self.is_complete)
 
     def merge(self, group: Group, operation: str) -> Merged:
         """Return the result of all ranks, which all call this."""
-
-        def combine(results: list[ShareResult]) -> Merged:
-            return merge_shares(results, self.templates)
-
-        return all_reduce(group, operation, self.result, ShareResult, combine, Merged)
+        combine = partial(merge_shares, templates=self._templates)
+        return all_reduce(group, operation, self._result, ShareResult, combine, Merged)
 
 
 class QueueShare:
