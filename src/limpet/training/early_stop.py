@@ -27,21 +27,37 @@ STOP_PROPOSAL = "stop"
 """The proposal to stop on which the ranks agree."""
 
 
+MAX_VERSIONS = 100
+"""The newest versions whose records are read after each save, and by polls in turn."""
+
+
+@dataclass(slots=True)
+class _Lineage:
+    """The newest versions of a lineage, oldest first, each with the digest of its manifest, the
+    scores that were found. Threads read and write it without a lock, one operation at a time."""
+
+    digests: dict[Version, str]
+    scores: dict[Version, float] = field(default_factory=dict)
+    has_changed: bool = False
+
+
 class EarlyStop:
     """Observes scores, of steps or recorded about their versions, for a ``StopWhen``, if there is
-    one. Only rank 0 does; all ranks stop at a step on which they agree."""
+    one. Only rank 0 does; all ranks stop at a step on which they agree. Other threads read the
+    records, for which the training never waits. After a resume, what they find is lost."""
 
     def __init__(self, stop: StopWhen | None, run: Run, group: Group) -> None:
         self._stop = stop
         self._run = run
         self._group = group
+        self._lineage = _Lineage({})
+        self._polled = 0
         self._is_decided = False
         self.stopped = False
         """True once training should stop. A better score later does not change that."""
 
         if stop is not None:
             self._history = self._stored = ScoreHistory(stop)
-            self._recorded = RecordedScores(run, stop.metric)
 
     @property
     def awaited_metric(self) -> str | None:
@@ -69,8 +85,10 @@ class EarlyStop:
             agreement.propose(STOP_PROPOSAL)
 
     def _update(self, stop: StopWhen, metrics: Mapping[str, Any], step: int) -> None:
-        for version, score in sorted(self._recorded.take().items()):
-            self._history.record(version.step, score)
+        if self._lineage.has_changed:
+            self._lineage.has_changed = False  # before the copy: what comes meanwhile comes again
+            for version, score in sorted(self._lineage.scores.copy().items()):
+                self._history.record(version.step, score)
         if stop.metric in metrics:
             self._history.give(step, to_number(metrics[stop.metric]))
         state = self._history.state
@@ -99,7 +117,7 @@ class EarlyStop:
 
     def _read_all(self, step: int) -> bool:
         if self._stop is not None:
-            for last_step, score in self._recorded.restart():
+            for last_step, score in self._read_lineage(self._stop.metric):
                 self._history.record(last_step, score)
             if not self._is_decided:
                 self._update(self._stop, {}, step)
@@ -115,65 +133,7 @@ class EarlyStop:
         """Why the training ends, if it ends now and normally."""
         return self._stop_reason if self.stopped and self._stop is not None else "finished"
 
-    # -- background threads of rank 0 ----------------------------------------------------------
-
-    def after_save(self, snapshot: SnapshotReader) -> None:
-        """Read the records of the newest versions, after the commit of ``snapshot``."""
-        if self._stop is None or self._is_decided:
-            return
-        stored, version = read_training_metadata(snapshot).get("stop"), snapshot.version
-        self._stored = ScoreHistory.from_plain(self._stop, stored)
-        try:
-            self._recorded.add(snapshot)
-        except LimpetError as e:
-            advice = f"{version} was saved, but the scores of evaluations could not be read"
-            advice += ". Until they are, they do not stop the training"
-            raise e.with_advice(advice, committed=str(version)) from e
-
-    def poll(self) -> None:
-        """Read the records of some versions. Raises ``StoreError``."""
-        if self._stop is not None and not self._is_decided:
-            self._recorded.poll()
-
-    def before_deletion(
-        self, versions: Collection[Version], known: Mapping[Version, VersionRecord]
-    ) -> Collection[Version]:
-        """Read the records of versions to delete (``BeforeDeletion``). One is kept until another
-        stores its score, which would be lost if the process died before the next save."""
-        if self._stop is None or self._is_decided:
-            return ()
-        scores = self._recorded.read_before_deletion(versions, known)
-        return {v for v, score in scores.items() if not self._stored.covers(v.step, score)}
-
-
-# -- the scores that evaluations record ----------------------------------------------------------
-
-
-MAX_VERSIONS = 100
-"""The newest versions whose records are read after each save, and by polls in turn."""
-
-
-@dataclass(slots=True)
-class _Lineage:
-    """The newest versions of a lineage, oldest first, each with the digest of its manifest, the
-    scores that were found. Threads read and write it without a lock, one operation at a time."""
-
-    digests: dict[Version, str]
-    scores: dict[Version, float] = field(default_factory=dict)
-    has_changed: bool = False
-
-
-class RecordedScores:
-    """Reads the records about versions in threads, for one metric. The training takes the scores,
-    and never waits. After a resume, what a thread finds on the former lineage is lost."""
-
-    def __init__(self, run: Run, metric: str) -> None:
-        self._run = run
-        self._metric = metric
-        self._lineage = _Lineage({})
-        self._polled = 0
-
-    def restart(self) -> list[tuple[int, float]]:
+    def _read_lineage(self, metric: str) -> list[tuple[int, float]]:
         """Begin with the current lineage of the run, and read the records of all its versions.
         Return the inexact scores that count and that no version stores, each with its last step:
         those about the newest version whose evaluation began before it. A resumed training repeats
@@ -183,48 +143,67 @@ class RecordedScores:
         versions = [v for v in lineage_of(catalog, listing) if v in known and known[v].digest]
         digests = {v: known[v].digest for v in versions}
         self._lineage = _Lineage({v: digests[v] for v in versions[-MAX_VERSIONS:]})
-        self._read(self._lineage, digests)
+        self._read(self._lineage, digests, metric)
         return [
-            (r.last_step, r.decoded_metrics()[self._metric])
+            (r.last_step, r.decoded_metrics()[metric])
             for v in versions[-1:]
             for r in catalog.evaluations.read(v, digests[v]).of(InexactEvaluation)
-            if r.counts and r.first_step <= v.step and self._metric in r.metrics
+            if r.counts and r.first_step <= v.step and metric in r.metrics
         ]
 
-    def add(self, snapshot: SnapshotReader) -> None:
-        """Add a version that was just committed, and read the records of the newest versions.
-        Raises ``StoreError``."""
-        lineage = self._lineage
-        digests = {**lineage.digests, snapshot.version: snapshot.digest}
+    # -- background threads of rank 0 ----------------------------------------------------------
+
+    def after_save(self, snapshot: SnapshotReader) -> None:
+        """Read the records of the newest versions, after the commit of ``snapshot``."""
+        if self._stop is None or self._is_decided:
+            return
+        stored, new, lineage = read_training_metadata(snapshot), snapshot.version, self._lineage
+        self._stored = ScoreHistory.from_plain(self._stop, stored.get("stop"))
+        digests = {**lineage.digests, new: snapshot.digest}
         lineage.digests = dict([*digests.items()][-MAX_VERSIONS:])
         for version in [*lineage.scores][: -2 * MAX_VERSIONS]:
             del lineage.scores[version]
-        self._read(lineage, lineage.digests)
+        try:
+            self._read(lineage, lineage.digests, self._stop.metric)
+        except LimpetError as e:
+            advice = f"{new} was saved, but the scores of evaluations could not be read"
+            advice += ". Until they are, they do not stop the training"
+            raise e.with_advice(advice, committed=str(new)) from e
 
     def poll(self) -> None:
         """Read the records of some of the newest versions, in turn. Raises ``StoreError``."""
+        if self._stop is None or self._is_decided:
+            return
         lineage = self._lineage
         digests = lineage.digests
         versions = [*reversed(digests)]
         if self._polled >= len(versions):
             self._polled = 0
         begin, self._polled = self._polled, self._polled + 8  # each costs a request to the store
-        self._read(lineage, {v: digests[v] for v in versions[begin : self._polled]})
+        some = {v: digests[v] for v in versions[begin : self._polled]}
+        self._read(lineage, some, self._stop.metric)
 
-    def read_before_deletion(
+    def before_deletion(
         self, versions: Collection[Version], known: Mapping[Version, VersionRecord]
-    ) -> dict[Version, float]:
-        """Return the scores of versions to delete, from their records. ``known``: all versions."""
+    ) -> Collection[Version]:
+        """Read the records of versions to delete (``BeforeDeletion``). One is kept until another
+        stores its score, which would be lost if the process died before the next save."""
+        if self._stop is None or self._is_decided:
+            return ()
         lineage = self._lineage
         lineage.digests = {v: d for v, d in lineage.digests.items() if v in known}
-        return self._read(lineage, {v: known[v].digest for v in versions})
+        digests = {v: known[v].digest for v in versions}
+        scores = self._read(lineage, digests, self._stop.metric)
+        return {v for v, score in scores.items() if not self._stored.covers(v.step, score)}
 
-    def _read(self, lineage: _Lineage, digests: Mapping[Version, str]) -> dict[Version, float]:
+    def _read(
+        self, lineage: _Lineage, digests: Mapping[Version, str], metric: str
+    ) -> dict[Version, float]:
         found: dict[Version, float] = {}
 
         def look(version: Version) -> None:
             records = self._run.catalog.evaluations.read(version, digests[version])
-            score = records.metrics(only_exact=True).get(self._metric)
+            score = records.metrics(only_exact=True).get(metric)
             if score is None:
                 return
             found[version] = score
@@ -234,14 +213,6 @@ class RecordedScores:
 
         look_up_each([*digests], look)
         return found
-
-    def take(self) -> Mapping[Version, float]:
-        """Return all scores if there are new ones since the last call. For the training thread."""
-        lineage = self._lineage
-        if not lineage.has_changed:
-            return {}
-        lineage.has_changed = False  # before the copy: what comes meanwhile is taken again
-        return lineage.scores.copy()
 
 
 # -- the history of scores -----------------------------------------------------------------------
@@ -316,7 +287,7 @@ class ScoreHistory:
         the version stores none of this metric and mode."""
         history = cls(stop)
         try:
-            stored = _STORED.decode(msgspec.msgpack.encode(plain))
+            stored = msgspec.convert(plain, _Stored)
         except (msgspec.ValidationError, OverflowError):
             return history
         if (stored.metric, stored.mode) == (stop.metric, stop.mode):
@@ -336,6 +307,3 @@ class _Stored(msgspec.Struct):
     folded_step: Annotated[int, msgspec.Meta(ge=-1, le=MAX_STEP)] = -1
     best: float | None = None
     misses: int = 0
-
-
-_STORED = msgspec.msgpack.Decoder(_Stored)
