@@ -143,7 +143,10 @@ class Samples(data.Dataset[Any]):
             return None
         kind = type(self.dataset)
         many = self._is_batched and hasattr(kind, "__getitems__")
-        return find_line(kind, "__getitems__" if many else "__getitem__")
+        name = "__getitems__" if many else "__getitem__"
+        code = getattr(unwrap(getattr(kind, name)), "__code__", None)
+        file, line = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
+        return Difference(file, line, f"{kind.__qualname__}.{name}")
 
 
 def _draw() -> tuple[Any, ...]:
@@ -156,13 +159,6 @@ def _number_of(index: Any) -> int:
     with suppress(TypeError):
         return int(index.__index__()) & MASK if hasattr(index, "__index__") else digest(repr(index))
     return digest(repr(index))
-
-
-def find_line(kind: type, name: str) -> Difference:
-    """Return where the code of a method is, for a warning that shows it."""
-    code = getattr(unwrap(getattr(kind, name)), "__code__", None)
-    file, line = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
-    return Difference(file, line, f"{kind.__qualname__}.{name}")
 
 
 def are_equal(a: Any, b: Any) -> bool:

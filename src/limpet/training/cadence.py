@@ -8,8 +8,8 @@ or that a request has arrived. It proposes a save, and all ranks save at a step 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.group import Group
@@ -17,14 +17,6 @@ from limpet.run.policy import PolicyInput, SavePolicy
 from limpet.training.preemption_plan import SAVE_BEFORE_STOP, SAVE_ON_REQUEST
 from limpet.training.saver import Saver
 from limpet.training.step_counter import StepCounter
-
-
-class _Moment(NamedTuple):
-    """The steps, seconds of the monotonic clock, and epochs until a moment."""
-
-    step: int
-    seconds: float
-    epochs: int
 
 
 @dataclass(eq=False)
@@ -37,7 +29,6 @@ class Cadence:
     saver: Saver | None = None
     _save_number: int = 0
     _begun_step: int | None = None
-    _last_save: _Moment = field(init=False)
 
     def __post_init__(self) -> None:
         self.restart()
@@ -50,10 +41,10 @@ class Cadence:
     def restart(self, since: tuple[int, int] | None = None, *, is_saving: bool = True) -> None:
         """Count from now, or ``since`` steps and epochs. ``is_saving``: this step is saved."""
         self._save_number += 1
-        step, epochs = self.step_counter.progress.step, self.step_counter.progress.epoch
-        self._begun_step = step if is_saving and since is None else None
-        step, epochs = (step, epochs) if since is None else since
-        self._last_save = _Moment(step, time.monotonic(), epochs)
+        progress = self.step_counter.progress
+        self._begun_step = progress.step if is_saving and since is None else None
+        self._last_step, self._last_epochs = since or (progress.step, progress.epoch)
+        self._last_seconds = time.monotonic()
 
     def save_reason(
         self,
@@ -66,8 +57,7 @@ class Cadence:
         if self.has_begun:  # ``end_epoch``, or the end of a guarded call, follows the step
             # neither epochs nor proposals until now cause a save: there is a version already
             self._save_number += 1
-            epochs = self.step_counter.progress.epoch
-            self._last_save = self._last_save._replace(epochs=epochs)
+            self._last_epochs = self.step_counter.progress.epoch
             return None
         if not agreed_proposals.isdisjoint((SAVE_BEFORE_STOP, SAVE_ON_REQUEST)):
             return "preemption" if SAVE_BEFORE_STOP in agreed_proposals else "request"
@@ -88,14 +78,13 @@ class Cadence:
 
     def is_due(self, *, by_clock: bool = True) -> bool:
         """Return True if a save is due by the counts, and the clock and the saves of this rank."""
-        last = self._last_save
         now = PolicyInput(
             step=self.step_counter.progress.step,
-            seconds=time.monotonic() if by_clock else last.seconds,
+            seconds=time.monotonic() if by_clock else self._last_seconds,
             epochs=self.step_counter.progress.epoch,
-            last_step=last.step,
-            last_seconds=last.seconds,
-            last_epochs=last.epochs,
+            last_step=self._last_step,
+            last_seconds=self._last_seconds,
+            last_epochs=self._last_epochs,
             is_saving=not by_clock or (self.saver is not None and self.saver.must_wait),
         )
         return self.policy.due(now)

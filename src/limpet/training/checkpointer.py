@@ -520,8 +520,9 @@ class Checkpointer:
             step = self._step_counter.progress.step
             self._early_stop.observe(added_metrics, step, self._agreement, False)
             self._saver.metrics_log.add(step, added_metrics)
+            self._metrics = {**self._metrics, **added_metrics}
             if newest is None or self._saver.saved_step != step:
-                self._start_save("request", {**self._metrics, **added_metrics})
+                self._start_save("request")
                 newest = self._saver.wait_on_all_ranks("ckpt.save()")
             else:
                 self._saver.add_metrics(newest, added_metrics, ADDED_METRICS)
@@ -636,16 +637,12 @@ class Checkpointer:
             read_modes=partial(state_check.read_modes, self.state),
         )
 
-    def _start_save(
-        self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
-    ) -> None:
+    def _start_save(self, reason: str, limit: Deadline | None = None) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
         self._saver.metrics_log.read()
         is_requested = self._watcher.pending_request is not None
         request = self._watcher.accept() if is_requested else None
         spec = self._make_spec(reason if request is None else "request")._replace(deadline=limit)
-        if metrics is not None:
-            spec = spec._replace(metrics=metrics)
         if request is not None:
             spec = spec._replace(on_finished=partial(self._watcher.mark, request))
         self._saver.start(self.state, spec)

@@ -85,7 +85,7 @@ class Ending:
             saver.wait_before_last(saver.begun_step == step, deadline)
         is_saved = saver.saved_step == step
         if not is_saved and not isinstance(self._policy, Never):
-            self._start_save("preemption", None, deadline)
+            self._start_save("preemption", deadline)
             self.saver.wait_on_all_ranks("the last save", deadline)
 
     # -- during the training -------------------------------------------------------------------

@@ -115,13 +115,10 @@ class StepSavepoint(Savepoint):
         try:
             self.capture(make_label(), max_bytes)
             self._is_failing = False
-        except TooManyBytes:
-            self._is_failing = True  # the next one would need as many
-            self.free()
         except Exception as e:  # noqa: BLE001  (a save of the same state raises it)
-            if not self._is_failing:
+            if not (self._is_failing or isinstance(e, TooManyBytes)):
                 events.emit("savepoint_failed", error=e)
-            self._is_failing = True
+            self._is_failing = True  # the next one would need as many bytes
             self.free()
 
     @property
