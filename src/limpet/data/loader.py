@@ -24,7 +24,7 @@ import torch
 from torch.utils import data
 
 from limpet.arguments import check_count, check_rank, check_whole, require
-from limpet.data.epoch_order import EpochOrder, Part, wrapped_samplers
+from limpet.data.epoch_order import EpochOrder, wrapped_samplers
 from limpet.data.samples import Samples, Stream, Task, WorkerState, get_back, start_worker
 from limpet.errors import InexactResume, LimpetError, PlanError
 from limpet.generators import (
@@ -549,7 +549,8 @@ class DataLoader(data.DataLoader[Any]):
     def _prepare(
         self, start: _Position, rank: int, ranks: int, ahead: deque[_Position]
     ) -> data.DataLoader[Any]:
-        """Return the loader of the pass, whose dataset makes whole batches."""
+        """Return the loader of the pass, whose dataset makes whole batches. ``ahead`` gets their
+        positions."""
         is_random = self._order in ("shuffled", "sampler", "batch_sampler")
         if ranks > 1 and is_random and self._owner is None and not self._is_key_final:
             raise LimpetError(
@@ -565,11 +566,17 @@ class DataLoader(data.DataLoader[Any]):
             worker_side.begin(start.epoch, list(start.states), start.turn)
         else:
             worker_side.epoch = None
-            source = self._source
+            source, epoch = self._source, start.epoch
             source.key, source.size = self._key, self.samples_per_step or 1
             source.length, source.first = start.length, start.first
-            parts = source.parts(start.epoch, start.at, rank, ranks)
-            self._tasks.tasks = _make_tasks(source, parts, start.epoch, rank, ahead)
+            parts = source.parts(epoch, start.at, rank, ranks)
+
+            def make_tasks() -> Iterator[Task]:
+                for at, stop, is_last, indices in parts:
+                    ahead.append(_Position(epoch, stop, is_last, source.length, source.first))
+                    yield Task(epoch, at, rank, indices)
+
+            self._tasks.tasks = make_tasks()
         generator = cast(torch.Generator, self._inner.generator)
         generator.manual_seed(digest(self._key, WORKER, start.epoch) >> 1)
         return self._inner
@@ -658,15 +665,6 @@ class DataLoader(data.DataLoader[Any]):
                 found.file,
                 found.line,
             )
-
-
-def _make_tasks(
-    source: EpochOrder, parts: Iterator[Part], epoch: int, rank: int, ahead: deque[_Position]
-) -> Iterator[Task]:
-    """Yield what this rank makes in the rest of an epoch; ``ahead`` gets the positions."""
-    for at, stop, is_last, indices in parts:
-        ahead.append(_Position(epoch, stop, is_last, source.length, source.first))
-        yield Task(epoch, at, rank, indices)
 
 
 class _Tasks:

@@ -29,13 +29,12 @@ from limpet.state.flatten import flatten
 from limpet.state.streamed import Streamed
 from limpet.storage.throttle import store_statistics
 from limpet.threads import no_op
-from limpet.tiers.tiers import Tier, Tiers
+from limpet.tiers.tiers import Tier
 from limpet.tracebacks import short_tracebacks
 from limpet.training import state_check
 from limpet.training.cadence import Cadence
-from limpet.training.early_stop import STOP_PROPOSAL, EarlyStop
+from limpet.training.early_stop import STOP_PROPOSAL
 from limpet.training.ending import Ending, check_position, read_end, record_end, take_over
-from limpet.training.goodput import Goodput
 from limpet.training.lifecycle import Lifecycle, exclusive
 from limpet.training.member import call_to_resume, check_members
 from limpet.training.options import (
@@ -180,30 +179,16 @@ class Checkpointer:
         take_over(self._ending)
 
     def _make_parts(self, options: Options) -> None:
-        self._early_stop = EarlyStop(options.stop, self.run, self._group)
         self._step_counter = StepCounter(self.state)
-        self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
-        self._tiers = Tiers(options.tiers, self._group)
-        self._saver = Saver(
-            run=self.run,
-            tiers=self._tiers,
-            goodput=self._goodput,
-            early_stop=self._early_stop,
-            options=options,
-            all_ranks=self._all_ranks,
-        )
-        self._acquire_lock = self._saver.writer_lock.acquire
-        self._cadence = Cadence(
-            policy=options.save,
-            group=self._group,
-            step_counter=self._step_counter,
-            saver=self._saver,
-        )
+        self._lifecycle, self._branch = Lifecycle(), 0
+        self._saver = saver = Saver(self.run, options, self._group, self._all_ranks)
+        self._tiers, self._goodput, self._early_stop = saver.tiers, saver.goodput, saver.early_stop
+        self._cadence = Cadence(options.save, self._group, self._step_counter, saver)
         self._agreement = make_agreement(Group(), "training")
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self.start_report: LoadReport | None = None  # of the last resume(), if it used start=
-        self._watcher = RequestWatcher(self.run.store, read_more=self._saver.poll)
+        self._watcher = RequestWatcher(self.run.store, read_more=saver.poll)
         preemption, is_never = options.preemption, isinstance(options.save, Never)
         saves_alone = not (is_never or self._all_ranks.members)  # without the parts of the members
         saves_alone = saves_alone and not check_streamed(self.state, options)
@@ -214,14 +199,14 @@ class Checkpointer:
             step_durations=self._goodput.step_durations,
         )
         self._ending = Ending(
-            saver=self._saver,
+            saver=saver,
             lifecycle=self._lifecycle,
             step_counter=self._step_counter,
             savepoint=self._savepoint,
             start_save=self._start_save,
             release=self._release,
         )
-        self._preemption = PreemptionResponse(self._ending, self._goodput)
+        self._preemption = PreemptionResponse(self._ending)
         self._is_never = is_never
         self._looks = 0 if is_never or self._group.rank else 2  # at what the state lacks
         self._script_options = state_check.read_options(self.state)
@@ -305,7 +290,7 @@ class Checkpointer:
             group=self._all_ranks,
             at=step,
             branch=branch,
-            acquire_lock=self._acquire_lock,
+            acquire_lock=self._saver.writer_lock.acquire,
             tiers=self._tiers,
             ladder=self._ending.ladder,
             start=start,
@@ -680,7 +665,7 @@ class Checkpointer:
             check_ranks_agree(arguments_by_rank)
             if not is_resumed:
                 check_run_empty(self.run)
-            self._acquire_lock()
+            self._saver.writer_lock.acquire()
             return True
 
         all_reduce(self._group, "the first step", own, dict[str, str], acquire_run, bool)

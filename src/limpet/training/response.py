@@ -29,7 +29,6 @@ from limpet.ranks.group import broadcast_from_first, failing_together
 from limpet.text import describe_newest
 from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
-from limpet.training.goodput import Goodput
 from limpet.training.preemption_plan import LEAVE, SAVE_BEFORE_STOP, SAVE_ON_REQUEST
 from limpet.training.step_savepoint import SLACK, SavepointSaver
 
@@ -52,8 +51,8 @@ class PreemptionResponse(Observer):
     """Responds to notices, of this process and other ranks, as ``Preemption`` says. Threads of the
     watcher, the agreement, and the exit timer call it, and the training ``respond``."""
 
-    def __init__(self, ending: Ending, goodput: Goodput) -> None:
-        self._ending, self._goodput, self._saver = ending, goodput, ending.saver
+    def __init__(self, ending: Ending) -> None:
+        self._ending, self._saver, self._goodput = ending, ending.saver, ending.saver.goodput
         self._settings, self._group = self._saver.options.preemption, self._saver.group
         self._steps = ending.step_counter
         self.agreement: Agreement | LocalAgreement = LocalAgreement()
@@ -72,7 +71,7 @@ class PreemptionResponse(Observer):
         self._noted = _NOTHING  # what the ranks have agreed on in the block of ``watch_scope``
         self._timer = ExitTimer()
         self._savepoint_saver = SavepointSaver(
-            ending.savepoint, goodput, self._saver, self._group, self._on_lost
+            ending.savepoint, self._goodput, self._saver, self._group, self._on_lost
         )
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()

@@ -46,45 +46,37 @@ class Saver:
     """Saves states of a training in the background. Only the training thread calls methods; any
     thread may read the properties. At most one save is in flight that the next one must wait for;
     with the local tier, only until its promotion to the run begins. With ``overlap``, an
-    optimizer's step waits for the copy. ``all_ranks``: those of the training, and its members."""
+    optimizer's step waits for the copy. ``all_ranks``: those of ``group``, and its members."""
 
-    def __init__(
-        self,
-        run: Run,
-        tiers: Tiers,
-        goodput: Goodput,
-        early_stop: EarlyStop,
-        options: Options,
-        all_ranks: Group,
-    ) -> None:
+    def __init__(self, run: Run, options: Options, group: Group, all_ranks: Group) -> None:
         self.run, self.url = run, run.url
         self.reported_url: str | None = run.url  # None: of a PreemptionGuard without Checkpointer
         self.begun_step = 0
         """The step of the last save that did not fail, even if it is still in flight."""
 
-        self.group = tiers.group
+        self.group, self.options = group, options
+        self.goodput = Goodput()
+        self.early_stop = EarlyStop(options.stop, run, group)
+        self.tiers = Tiers(options.tiers, group)
         self.writer = VersionWriter(
             run.catalog,
             all_ranks,
             options.keep,
             incremental=options.incremental,
             timeout=options.save_timeout,
-            before_deletion=early_stop.before_deletion,
+            before_deletion=self.early_stop.before_deletion,
         )
         self.retention, self.writer_lock = self.writer.retention, self.writer.lock
         is_logging = options.metrics_log and self.group.rank == 0
         self.metrics_log = MetricsLog(self.writer_lock, is_on=is_logging)
-        self.early_stop = early_stop
-        self.options = options
         self.objectives = merge_objectives(options.objectives)
         self.evaluated_metrics = set[str]()
         """The metrics that evaluations in this training have given, also about versions that are
         deleted since; ``inexact_metrics``: those that do not count."""
         self.inexact_metrics = set[str]()
-        self._goodput = goodput
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=page_lock)
-        self._tiers, self.can_flush = tiers, tiers.can_flush
+        self.can_flush = self.tiers.can_flush
         self._saves: Sequence[tuple[Pending, Promotion | None]] = ()  # oldest first
         # of saves that have ended, and of what follows a commit: each wait raises one
         self._errors: list[Exception] = []
@@ -174,7 +166,7 @@ class Saver:
         finally:
             if was_busy:
                 self._waited_seconds = time.perf_counter() - began
-                self._goodput.seconds["waited"] += self._waited_seconds
+                self.goodput.seconds["waited"] += self._waited_seconds
                 events.emit("save_waited", run=self.url, step=step, seconds=self._waited_seconds)
 
     def wait_for_turn(self) -> None:
@@ -242,7 +234,7 @@ class Saver:
         waited, self._waited_seconds = self._waited_seconds, 0.0
         try:
             # in the time before the process must leave, nothing is written twice
-            local = self._tiers.local if spec.deadline is None else None
+            local = self.tiers.local if spec.deadline is None else None
             self._begin_save(state, spec, time.perf_counter() - waited, local)
         except BaseException as e:
             self._record_failure(spec, e)
@@ -279,7 +271,7 @@ class Saver:
             spec.on_finished(True)
             return
         self._blocked_seconds = [time.perf_counter() - began]
-        self._goodput.seconds["last_blocked"] = self._blocked_seconds[0]
+        self.goodput.seconds["last_blocked"] = self._blocked_seconds[0]
 
         def register(pending: Pending | None) -> None:
             # before the thread starts: an optimizer may step, an event sink may use the save, and
@@ -287,7 +279,7 @@ class Saver:
             self._deferred_staging = job.deferred
             if pending is not None:
                 self._saves = [*previous, (pending, promotion)]
-                self._goodput.pending = pending
+                self.goodput.pending = pending
                 return
             self._saves = previous  # it will never begin
             if promotion is not None:
@@ -301,7 +293,7 @@ class Saver:
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
         training = {**spec.training_metadata, **spec.read_modes()}
-        training |= {**self.evaluated, **self._goodput.to_metadata()}
+        training |= {**self.evaluated, **self.goodput.to_metadata()}
         if spec.reason == "memory" and self.begun_step == spec.version.step:
             training["saved_with"] = self.writer.attempt  # both are of this call of step()
         return self.writer.make_metadata(
@@ -344,17 +336,17 @@ class Saver:
         finally:
             self._is_saving_savepoint = False
         self.writer.newest, self.begun_step = snapshot, version.step
-        self._goodput.counts["saves"] += 1
-        self._goodput.mark_committed(metadata.training["trained_seconds"])
+        self.goodput.counts["saves"] += 1
+        self.goodput.mark_committed(metadata.training["trained_seconds"])
 
     def start_tiers(self, state: Any) -> None:
         """Check the space for ``state``, delete what is not needed in the tiers, and promote what
         an earlier training has left on the local disks, in the background. All ranks call this."""
-        self._tiers.start(state)
-        promoting = self._tiers.promote_leftovers(self.run, self.writer_lock.check)
+        self.tiers.start(state)
+        promoting = self.tiers.promote_leftovers(self.run, self.writer_lock.check)
         if promoting is not None:
             self._saves = [*self._saves, promoting]
-            self._goodput.pending = promoting[0]
+            self.goodput.pending = promoting[0]
 
     def prepare_flush(self) -> None:
         """Prepare for a flush without rank 0, which holds the writer lock: remember the owner."""
@@ -364,7 +356,7 @@ class Saver:
 
     def flush_tiers(self, deadline: Deadline) -> None:
         """Save the newest snapshot of this host in a tier if it is newer than all versions."""
-        newest = self._tiers.flush(self.run, deadline, self.writer_lock.check)
+        newest = self.tiers.flush(self.run, deadline, self.writer_lock.check)
         if newest is not None:
             self.take(newest)
 
@@ -375,7 +367,7 @@ class Saver:
             staging.done.wait()
             waited = time.perf_counter() - began
             self._blocked_seconds[0] += waited
-            self._goodput.add_blocked(waited)
+            self.goodput.add_blocked(waited)
 
     def _finish_save(
         self,
@@ -400,11 +392,11 @@ class Saver:
             if self._closing:
                 self._pool.close()
         result = job.result
-        self._goodput.counts.update(
+        self.goodput.counts.update(
             saves=1, bytes=result.nbytes, referred_bytes=result.referred_bytes
         )
-        self._goodput.mark_committed(job.metadata.training["trained_seconds"])
-        self._goodput.save_durations.add(time.perf_counter() - job.started_at)
+        self.goodput.mark_committed(job.metadata.training["trained_seconds"])
+        self.goodput.save_durations.add(time.perf_counter() - job.started_at)
         spec.on_finished(True)
         try:
             if job.collective.rank == 0 and spec.deadline is None:  # it has committed the version
@@ -414,7 +406,7 @@ class Saver:
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
             self._errors.append(e)
         seconds = time.perf_counter() - began
-        self._goodput.seconds["background"] += seconds
+        self.goodput.seconds["background"] += seconds
         self.writer.emit_saved(job, blocked=blocked_seconds[0], seconds=seconds)
         return snapshot
 
@@ -422,7 +414,7 @@ class Saver:
         spec.on_finished(False)
         if self.begun_step == spec.version.step:
             self.begun_step = self.saved_step
-        self._goodput.counts["failures"] += 1
+        self.goodput.counts["failures"] += 1
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
     def add_metrics(self, snapshot: SnapshotReader, metrics: Mapping[str, Any], name: str) -> None:
