@@ -10,6 +10,7 @@ calls are late: the rank waits in the call until the other ranks make no progres
 import functools
 import random
 import re
+import sys
 import threading
 import time
 import warnings
@@ -318,16 +319,16 @@ def recorded_steps():
 
         return call
 
-    def report_warning(error, *args):
+    def report_warning(*args):
         trial, rank = _current_trial()
         if trial is not None and not trial.job.ranks[rank].ckpt._lifecycle.is_closed:
-            trial.report(rank, "warning", error)
+            trial.report(rank, "warning", sys.exception())
 
     with ExitStack() as stack:
         for name in ("flatten", "stage_pieces"):
             step = record(name, getattr(save, name))
             stack.enter_context(mock.patch.object(save, name, step))
-        stack.enter_context(mock.patch("limpet.training.saver.warn_save_failed", report_warning))
+        stack.enter_context(mock.patch("limpet.training.saver.warn_user", report_warning))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield

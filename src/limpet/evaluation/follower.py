@@ -75,14 +75,15 @@ class Follower:
 
     def _find(self, folders: Sequence[Version], listing: Listing) -> list[Version]:
         """Return the versions that exist and that matter: all, or only the newest one."""
-        found: list[Version] = []
+        selection, found = self._selection, list[Version]()
+        needs_all = selection.skip_none or selection.retry or selection.every_steps is not None
         for version in reversed(folders):
             if self._known.get(version) == "unreadable":
                 continue
             if version in self._known or listing.exists(version):
                 self._known.setdefault(version, "found")
                 found.append(version)
-                if not self._selection.needs_all:
+                if not needs_all:
                     break
         return found
 

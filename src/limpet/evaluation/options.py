@@ -75,11 +75,6 @@ class Selection:
             )
             object.__setattr__(self, name, seconds)
 
-    @property
-    def needs_all(self) -> bool:
-        """True if the newest version alone does not tell which one to evaluate."""
-        return self.skip_none or self.retry or self.every_steps is not None
-
     def wanted(self, versions: Sequence[Version]) -> list[Version]:
         """Return the versions that are evaluated at all. ``versions``: those of the lineage."""
         if self.every_steps is None:

@@ -534,8 +534,15 @@ def _end(saver: Saver, earlier: Ending | None) -> None:
             warn_user(f"The last save of an earlier Checkpointer failed: {e}", errors.SaveFailed)
         saver.writer_lock.release()
         return
-    lifecycle, run = earlier._lifecycle, saver.run.url
-    _check_may_close(earlier)
+    lifecycle, run, running = earlier._lifecycle, saver.run.url, earlier._lifecycle.running_call()
+    if running is not None or lifecycle.made_by is not current_thread():
+        found = "another thread, which has made it"
+        if running is not None:
+            found = f"a call of {running[0]}() in {running[1]} thread"
+        raise errors.LimpetError(
+            f"An earlier Checkpointer of this process is in use for {run}, by {found}: close that"
+            " one first, or give each training its own run"
+        )
     lifecycle.was_taken_over = True
     could_save = lifecycle.can_save
     error = errors.LimpetError(f"A newer Checkpointer of this process has taken {run} over")
@@ -550,22 +557,6 @@ def _end(saver: Saver, earlier: Ending | None) -> None:
         message = describe_unsaved_steps(run, step, newest_step, reason)
         # Not ``warn``, which shows an equal message only once: a cell may run many times.
         warnings.warn_explicit(message, errors.UnsavedSteps, *user_line())
-
-
-def _check_may_close(training: Ending) -> None:
-    """Raise ``LimpetError`` if a Checkpointer is in use by another part of the program: another
-    thread made it, or a call of it is running."""
-    lifecycle, running = training._lifecycle, training._lifecycle.running_call()
-    if running is not None:
-        found = f"a call of {running[0]}() in {running[1]} thread"
-    elif lifecycle.made_by is not current_thread():
-        found = "another thread, which has made it"
-    else:
-        return
-    raise errors.LimpetError(
-        f"An earlier Checkpointer of this process is in use for {training.saver.url}, by {found}:"
-        " close that one first, or give each training its own run"
-    )
 
 
 def _is_same_run(earlier: Saver, run: Run) -> bool:

@@ -121,13 +121,21 @@ class Saver:
         return False
 
     def warn_or_raise(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call ``call``; with ``on_error="warn"``, turn a store failure into a warning."""
+        """Call ``call``; with ``on_error="warn"``, turn it into a warning if a store, a commit, or
+        what follows it failed, also on another rank."""
         try:
             call(*args, **kwargs)
         except errors.LimpetError as e:
-            if self.options.on_error == "raise" or not is_tolerable(e):
+            is_reported = isinstance(e, errors.RankFailed) and not e.fields.get("lost")
+            cause = (e.__cause__ if is_reported else None) or e
+            is_failure = isinstance(cause, errors.StoreError | errors.CommitError)
+            is_tolerable = is_failure or "committed" in getattr(cause, "fields", ())
+            if self.options.on_error == "raise" or not is_tolerable:
                 raise
-            warn_save_failed(e, self.newest_step)
+            since = "" if self.newest_step is None else f" since step {self.newest_step}"
+            begin = f"NOTHING WAS SAVED; there is no version{since}: "
+            begin = "" if "committed" in e.fields else begin
+            warn_user(f"{begin}{format_with_notes(e)}", errors.SaveFailed)
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -480,22 +488,3 @@ class SaveSpec(NamedTuple):
 def version_of(snapshot: SnapshotReader) -> Version:
     """Return a snapshot's version, if possible by its folder's name: its manifest may be unread."""
     return parse_version(snapshot.location.folder) or snapshot.version
-
-
-# -- what is reported of saves and versions ------------------------------------------------------
-
-
-def is_tolerable(error: errors.LimpetError) -> bool:
-    """Return True if a store, a commit, or what follows it failed, also on another rank."""
-    is_reported = isinstance(error, errors.RankFailed) and not error.fields.get("lost")
-    cause = (error.__cause__ if is_reported else None) or error
-    is_failure = isinstance(cause, errors.StoreError | errors.CommitError)
-    return is_failure or "committed" in getattr(cause, "fields", ())
-
-
-def warn_save_failed(error: errors.LimpetError, newest_step: int | None) -> None:
-    """Warn of a save that failed, or of a failure after the commit."""
-    since = "" if newest_step is None else f" since step {newest_step}"
-    begin = f"NOTHING WAS SAVED; there is no version{since}: "
-    begin = "" if "committed" in error.fields else begin
-    warn_user(f"{begin}{format_with_notes(error)}", errors.SaveFailed)

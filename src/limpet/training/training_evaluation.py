@@ -359,18 +359,16 @@ class TrainingEvaluation:
         if self._share is not None:
             self._agreed |= self._agreement.step()
             self._advance(self._share, step, may_end=True)
-        if self._share is None and self._is_last_due(step, cadence):
+        is_over = step == self._began[0] or self._ckpt._preemption.is_leaving
+        if self._share is not None or is_over:
+            return self._share is None
+        # no step follows on which the ranks could agree
+        operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due
+        if self._every.at_end or broadcast_from_first(self._group, operation, is_due, bool):
             if self._is_exact and self.queue is None:
                 self._ckpt.save()  # it is saved in any case, so also if the evaluation fails
             self._begin(step)
         return self._share is None
-
-    def _is_last_due(self, step: int, cadence: Cadence) -> bool:
-        if step == self._began[0] or self._ckpt._preemption.is_leaving:
-            return False
-        # no step follows on which the ranks could agree
-        operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due
-        return self._every.at_end or broadcast_from_first(self._group, operation, is_due, bool)
 
     def abandon(self, cause: str) -> None:
         """End the evaluation in progress, if there is one, without a record. It begins again at the
