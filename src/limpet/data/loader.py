@@ -58,7 +58,7 @@ _COUNTS = {"seed", "epoch", "at", "passes", "ended", "per_step"}
 _FIELDS = _COUNTS | {"order", "is_last", "length", "samples_per_step", "first"}
 
 _POSITION = {
-    *("_explicit", "_initial_seed", "_key", "_name", "_is_key_final", "_owner", "_per_step"),
+    *("_explicit", "_initial_seed", "key", "_name", "_is_key_final", "_owner", "_per_step"),
     *("_handed", "_pass", "_body", "_phase", "_has_counted", "_passes_before", "_passes", "_ended"),
     *("_counted", "_began", "samples_per_step_before"),
 }
@@ -164,9 +164,10 @@ class DataLoader(data.DataLoader[Any]):
         if seed is None and generator is not None:
             self._explicit = generator.initial_seed()
         self._initial_seed = initial_seed()
-        self._key = digest(self._initial_seed, "")
+        self.key = digest(self._initial_seed, "")
+        """The seed, as 64 bits that all ranks must share."""
         if self._explicit is not None:
-            self._key = self._explicit = self._explicit & MASK
+            self.key = self._explicit = self._explicit & MASK
         self._name, self._is_key_final = "", self._explicit is not None
         self._owner: object | None = None  # of the state that has this loader
         self._per_step = 1  # the most batches that one step has counted
@@ -260,15 +261,10 @@ class DataLoader(data.DataLoader[Any]):
             self._owner = self._inner = None
             self._is_key_final = True  # as after a resume of this training, for one that follows
 
-    @property
-    def key(self) -> int:
-        """The seed, as 64 bits that all ranks must share."""
-        return self._key
-
     def use_key(self, key: int) -> None:
         """Use the seed of rank 0. A pass that has begun with another one is over."""
-        if key != self._key:
-            self._key, self._inner = key, None
+        if key != self.key:
+            self.key, self._inner = key, None
             self._pass += 1
             self._passes_before = self._pass  # else a cycle of loaders would end at a resume
             self._handed.clear()
@@ -313,7 +309,7 @@ class DataLoader(data.DataLoader[Any]):
 
     def _seed_end(self, position: _Position) -> None:
         rank, name = self._place()[0], digest(self._name)
-        seed_generators(self._key, END, name, position.epoch, position.at, rank)
+        seed_generators(self.key, END, name, position.epoch, position.at, rank)
 
     def seed_end(self) -> None:
         """Seed what follows the pass, which an object around this loader ends after the steps."""
@@ -368,7 +364,7 @@ class DataLoader(data.DataLoader[Any]):
         stream. Then the states of its workers are included."""
         epoch, at, is_last, length, first, states, turn = self._counted
         state: dict[str, Any] = {
-            "seed": self._key,
+            "seed": self.key,
             "order": self._order,
             "epoch": epoch,
             "at": at,
@@ -502,7 +498,7 @@ class DataLoader(data.DataLoader[Any]):
                     self._phase = "over"
                 self.batch = before.at // size
                 if in_state:
-                    seed_generators(self._key, STEP, name, before.epoch, before.at, rank)
+                    seed_generators(self.key, STEP, name, before.epoch, before.at, rank)
                 yield batch
             # a rest that is shorter than a step is of the training, although no step has counted it
             self._has_counted |= start.at > 0 and 0 < len(self._handed) < self._per_step
@@ -561,13 +557,13 @@ class DataLoader(data.DataLoader[Any]):
         if self._inner is None:
             self._inner = self._make_inner(rank)
         worker_side = cast(Any, self._inner.dataset)
-        worker_side.key = self._key
+        worker_side.key = self.key
         if self._is_stream:
             worker_side.begin(start.epoch, list(start.states), start.turn)
         else:
             worker_side.epoch = None
             source, epoch = self._source, start.epoch
-            source.key, source.size = self._key, self.samples_per_step or 1
+            source.key, source.size = self.key, self.samples_per_step or 1
             source.length, source.first = start.length, start.first
             parts = source.parts(epoch, start.at, rank, ranks)
 
@@ -578,7 +574,7 @@ class DataLoader(data.DataLoader[Any]):
 
             self._tasks.tasks = make_tasks()
         generator = cast(torch.Generator, self._inner.generator)
-        generator.manual_seed(digest(self._key, WORKER, start.epoch) >> 1)
+        generator.manual_seed(digest(self.key, WORKER, start.epoch) >> 1)
         return self._inner
 
     def _make_inner(self, rank: int) -> data.DataLoader[Any]:
@@ -695,7 +691,7 @@ class _Order(data.DistributedSampler[Any]):
         loader = self.loader
         if loader._given is not None:
             return iter(loader._given)
-        source = replace(loader._source, key=loader._key, size=1, length=None)
+        source = replace(loader._source, key=loader.key, size=1, length=None)
         return chain.from_iterable(part for *_, part in source.parts(self.epoch, 0, 0, 1))
 
 

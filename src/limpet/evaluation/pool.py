@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Event
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from limpet import events
 from limpet.arguments import require
@@ -49,15 +49,6 @@ class WorkerLost(LimpetError):
     """A worker ended, or did not answer in time and was killed."""
 
 
-class WorkerProcess(Protocol):
-    """A process that takes tasks: on this machine, or an actor of Ray."""
-
-    def end(self) -> str | None:
-        """Return how it has ended, or None if it is alive."""
-
-    def kill(self) -> None: ...
-
-
 class LocalProcess:
     """A worker process on this machine."""
 
@@ -70,6 +61,7 @@ class LocalProcess:
         self.pid = self._process.pid
 
     def end(self) -> str | None:
+        """Return how it has ended, or None if it is alive."""
         code = self._process.poll()
         if code is None:
             return None
@@ -120,6 +112,9 @@ class RayProcess:
     def kill(self) -> None:
         if self._ray.is_initialized():  # otherwise, it has ended with the connection
             self._ray.kill(self._actor)
+
+
+WorkerProcess = LocalProcess | RayProcess
 
 
 @dataclass(slots=True)

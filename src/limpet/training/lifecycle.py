@@ -7,29 +7,22 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from threading import current_thread, get_ident, main_thread
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from limpet.errors import LimpetError, NoProgress, Preempted
 from limpet.tracebacks import SHORTENS, prepare
 
-
-class _HasLifecycle(Protocol):
-    _lifecycle: Lifecycle
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-C = TypeVar("C", bound=_HasLifecycle)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
+def exclusive(method: F) -> F:
     """Raise ``LimpetError``, before any change, if a call of such a method is running. One
     operation, ``setdefault``, takes the lock, and no handler of a signal interrupts its release."""
 
     name = method.__name__.lstrip("_")
 
     @wraps(method)
-    def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         running, own = self._lifecycle.running, (name, get_ident())
         found = own
         if current_thread().name == CALLBACK_THREAD:  # the state may be within a step
@@ -53,7 +46,7 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
                     running[_CALL] = found
 
     vars(call)[SHORTENS] = True
-    return call
+    return cast(F, call)
 
 
 CALLBACK_THREAD = "limpet-best"
