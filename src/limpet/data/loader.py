@@ -118,6 +118,9 @@ class DataLoader(data.DataLoader[Any]):
     that do not fit together.
     """
 
+    key: int
+    """The seed, as 64 bits that all ranks must share."""
+
     _phase: _Phase
     _has_counted: bool
     _sets_epoch = False  # of a dataset that is not a stream
@@ -165,7 +168,6 @@ class DataLoader(data.DataLoader[Any]):
             self._explicit = generator.initial_seed()
         self._initial_seed = initial_seed()
         self.key = digest(self._initial_seed, "")
-        """The seed, as 64 bits that all ranks must share."""
         if self._explicit is not None:
             self.key = self._explicit = self._explicit & MASK
         self._name, self._is_key_final = "", self._explicit is not None
