@@ -287,7 +287,7 @@ class ScoreHistory:
         the version stores none of this metric and mode."""
         history = cls(stop)
         try:
-            stored = msgspec.convert(plain, _Stored)
+            stored = _STORED.decode(msgspec.msgpack.encode(plain))
         except (msgspec.ValidationError, OverflowError):
             return history
         if (stored.metric, stored.mode) == (stop.metric, stop.mode):
@@ -307,3 +307,6 @@ class _Stored(msgspec.Struct):
     folded_step: Annotated[int, msgspec.Meta(ge=-1, le=MAX_STEP)] = -1
     best: float | None = None
     misses: int = 0
+
+
+_STORED = msgspec.msgpack.Decoder(_Stored)
