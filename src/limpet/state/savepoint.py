@@ -6,7 +6,7 @@ counters, and random generators have changed. A ``Savepoint`` copies only these 
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import inf
@@ -64,17 +64,7 @@ class Savepoint:
         self._names = ParameterNames(state)
         self._copies = CopyPool()
         self._step_hook = StepPreHook((), self._on_step_begin)
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._modules: list[torch.nn.Module] = []
-        self._owned_tensors: list[torch.Tensor] = []
-        self._stable_tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._version_counters: list[int] = []
-        self._fingerprint = Fingerprint(())
-        self._signature = ModuleStructure([])
-        self._stable_storages: frozenset[int] = frozenset()
-        self._mutable_members: dict[int, tuple[PrefixedModules, MemberCopies] | None] = {}
-        self._stable_optimizer_ids: set[int] = set()
+        self._structure = _Structure({})
         self._lock = RLock()
         self._hold: Latch | None = None
         self.label: Any = None
@@ -85,24 +75,22 @@ class Savepoint:
         """The reason why the savepoint is not available, as text; None if it is available."""
         if self._invalid_reason is not None:
             return self._invalid_reason
-        if not self._is_structure_unchanged():
+        if not self._structure.is_that_of(self.state):
             return _STRUCTURE_CHANGED
-        changed = (
-            _read_version_counters(self._fingerprint.partial) != self._version_counters
-            or self._fingerprint.has_changed()
-        )
-        return _PARAMETER_CHANGED if changed else None
+        return _PARAMETER_CHANGED if self._structure.has_changed_elements() else None
 
     def capture(self, label: Any = None, max_bytes: float = inf) -> None:
         """Copy what may change before the next optimizer step. Raises ``TooManyBytes``."""
         self._invalidate(_INTERRUPTED)
         self._copies.max_bytes = max_bytes
         self.label, self._captured = label, None
-        if not self._is_structure_unchanged():
-            self._scan_state()
-        self._version_counters = _read_version_counters(self._fingerprint.partial)
-        self._fingerprint.record()
-        self._copies.recycle(self._stable_storages)
+        if not self._structure.is_that_of(self.state):  # the first step creates the slots
+            self._structure = _Structure({})  # in case this is interrupted
+            self._step_hook.remove()
+            self._step_hook = StepPreHook(walk.optimizers_in(self.state), self._on_step_begin)
+            self._structure = _Structure(self.state)
+        self._structure.record_elements()
+        self._copies.recycle(self._structure.stable_storages)
         state = walk.as_dict(self.state)
         self._memo, self._names = {}, ParameterNames(state)
         self._captured = walk.map_containers(state, self._capture_value, self._memo)
@@ -164,51 +152,11 @@ class Savepoint:
         """Remove the hooks from the optimizers and release all copies."""
         self.release()
         self._step_hook.remove()
-        self._optimizers = []
         self._invalid_reason = self._invalid_reason or _NO_SAVEPOINT
-        self._captured, self._copies, self._fingerprint = None, CopyPool(), Fingerprint(())
+        self._captured, self._copies, self._structure = None, CopyPool(), _Structure({})
 
     def _on_step_begin(self) -> None:
         self._invalidate(self._invalid_reason or _STEP_BEGAN)
-
-    def _is_structure_unchanged(self) -> bool:
-        """Return True if optimizers, modules, parameters, and slots are those of the last scan."""
-        return (
-            walk.optimizers_in(self.state) == self._optimizers
-            and walk.modules_in(self.state) == self._modules
-            and are_same(walk.parameters_and_slots(self._optimizers), self._owned_tensors)
-            and _read_addresses(self._stable_tensors) == self._addresses
-            and ModuleStructure(self._modules).is_equal(self._signature)
-        )
-
-    def _scan_state(self) -> None:
-        """Find the stable memory again, because it changed: the first step creates the slots."""
-        self._addresses = [0]  # if this scan is interrupted, the structure counts as changed
-        self._step_hook.remove()
-        self._optimizers = walk.optimizers_in(self.state)
-        self._step_hook = StepPreHook(self._optimizers, self._on_step_begin)
-        self._modules = walk.modules_in(self.state)
-        self._owned_tensors = walk.parameters_and_slots(self._optimizers)
-        self._stable_storages = walk.find_stable_storages(self._owned_tensors, self._modules)
-        self._stable_tensors = [
-            walk.to_local(t)
-            for t in self._owned_tensors
-            if walk.storage_address(t) in self._stable_storages
-        ]
-        self._fingerprint = Fingerprint(self._stable_tensors)
-        self._signature = ModuleStructure(self._modules)
-        addresses = _read_addresses(self._stable_tensors)
-        self._mutable_members = {
-            id(m): find_mutable_members(m, self._stable_storages, frozenset(addresses))
-            for m in self._modules
-        }
-        self._stable_optimizer_ids = {
-            id(o)
-            for o in self._optimizers
-            if optimizers.is_standard_optimizer(o)
-            and all(walk.storage_address(t) in self._stable_storages for t in walk.slots_of(o))
-        }
-        self._addresses = addresses
 
     def _capture_value(self, value: Any, depth: int) -> Any:
         """Return the value in a form that does not change before the next optimizer step."""
@@ -223,13 +171,10 @@ class Savepoint:
         if modules.is_module(value):
             return self._capture_module(value, depth)
         if optimizers.is_standard_optimizer(value):
-            if id(value) not in self._stable_optimizer_ids:
+            if id(value) not in self._structure.stable_optimizer_ids:
                 state = optimizers.optimizer_state(value, self._names.name_of, "")
                 return walk.map_containers(state, self._capture_value, self._memo, depth)
-            groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
-            return _CapturedOptimizer(
-                value, walk.map_containers(groups, self._capture_value, self._memo, depth)
-            )
+            return self._capture_options(value, depth)
         if modules.is_stateful(value) and not isinstance(value, type):
             state = optimizers.name_parameters(value, value.state_dict(), self._names.name_of, "")
             state = walk.map_containers(state, self._capture_value, self._memo, depth + 1)
@@ -237,7 +182,7 @@ class Savepoint:
         return value
 
     def _capture_module(self, module: torch.nn.Module, depth: int) -> Any:
-        mutable_members = self._mutable_members.get(id(module))
+        mutable_members = self._structure.mutable_members.get(id(module))
         if mutable_members is None:
             return walk.map_containers(
                 modules.unwrap_state(module, modules.state_dict_of(module, ""), ""),
@@ -252,61 +197,110 @@ class Savepoint:
         copies = member_copies.copy(self._copies)
         if copies is None:
             copies = {}
-            for prefix, sub in member_copies.submodules:
+            for prefix, sub, _ in member_copies.submodules:
                 sub._save_to_state_dict(members, prefix, False)
         captured = copies | {
             name: walk.map_containers(v, self._capture_value, self._memo, depth)
             for name, v in members.items()
         }
-        return _CapturedModule(module, captured, self._stable_storages)
+        stable_storages = self._structure.stable_storages
+
+        def merge_live_state(name_of: optimizers.NameOf) -> dict[str, Any]:
+            live_state = module.state_dict()
+            others = live_state.keys() - captured.keys()
+            if len(others) + len(captured) != len(live_state) or not all(
+                walk.storage_address(live_state[name]) in stable_storages for name in others
+            ):
+                raise _Invalidated
+            live_state.update(captured)
+            return modules.unwrap_state(module, live_state, "")
+
+        return _Captured(merge_live_state)
+
+    def _capture_options(self, optimizer: torch.optim.Optimizer, depth: int) -> Any:
+        """Copy the options of an optimizer's parameter groups, because its slots are stable."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        captured = walk.map_containers(groups, self._capture_value, self._memo, depth)
+
+        def merge_live_state(name_of: optimizers.NameOf) -> dict[str, Any]:
+            state = optimizers.optimizer_state(optimizer, name_of, "")
+            if len(state["groups"]) != len(captured):
+                raise _Invalidated
+            state["groups"] = [
+                {k: v for k, v in options.items() if k != "param_names"}
+                | {"params": group["params"]}
+                for options, group in zip(captured, state["groups"], strict=True)
+            ]
+            return state
+
+        return _Captured(merge_live_state)
 
 
-@dataclass(frozen=True, slots=True)
-class _CapturedModule:
-    """A module at a savepoint. ``captured``: the members of submodules that are not all stable."""
+class _Structure:
+    """The optimizers, modules, parameters, and slots of a state, and which of them are stable."""
 
-    module: torch.nn.Module
-    captured: dict[str, Any]
-    stable_storages: frozenset[int]
-
-    def merge_live_state(self) -> dict[str, Any]:
-        """Return the module's state dict. Raises ``_Invalidated`` if its structure changed."""
-        live_state = self.module.state_dict()
-        others = live_state.keys() - self.captured.keys()
-        if len(others) + len(self.captured) != len(live_state) or not all(
-            walk.storage_address(live_state[name]) in self.stable_storages for name in others
-        ):
-            raise _Invalidated
-        live_state.update(self.captured)
-        return modules.unwrap_state(self.module, live_state, "")
-
-
-@dataclass(frozen=True, slots=True)
-class _CapturedOptimizer:
-    """An optimizer at a savepoint. ``options``: the options of its parameter groups."""
-
-    optimizer: torch.optim.Optimizer
-    options: list[dict[str, Any]]
-
-    def merge_live_state(self, name_of: optimizers.NameOf) -> dict[str, Any]:
-        """Return ``optimizer_state``. Raises ``_Invalidated`` if the number of groups changed."""
-        state = optimizers.optimizer_state(self.optimizer, name_of, "")
-        if len(state["groups"]) != len(self.options):
-            raise _Invalidated
-        state["groups"] = [
-            {k: v for k, v in options.items() if k != "param_names"} | {"params": group["params"]}
-            for options, group in zip(self.options, state["groups"], strict=True)
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._optimizers, self._modules = walk.optimizers_in(state), walk.modules_in(state)
+        self._owned_tensors = walk.parameters_and_slots(self._optimizers)
+        self.stable_storages = walk.find_stable_storages(self._owned_tensors, self._modules)
+        self._stable_tensors = [
+            walk.to_local(t)
+            for t in self._owned_tensors
+            if walk.storage_address(t) in self.stable_storages
         ]
-        return state
+        self._fingerprint = Fingerprint(self._stable_tensors)
+        self._version_counters: list[int] = []
+        self._signature = ModuleStructure(self._modules)
+        self._addresses = _read_addresses(self._stable_tensors)
+        stable_addresses = frozenset(self._addresses)
+        self.mutable_members = {
+            id(m): find_mutable_members(m, self.stable_storages, stable_addresses)
+            for m in self._modules
+        }
+        self.stable_optimizer_ids = {
+            id(o)
+            for o in self._optimizers
+            if optimizers.is_standard_optimizer(o)
+            and all(walk.storage_address(t) in self.stable_storages for t in walk.slots_of(o))
+        }
+
+    def is_that_of(self, state: dict[str, Any]) -> bool:
+        """Return True if the state has the same objects, and the same stable memory."""
+        return (
+            walk.optimizers_in(state) == self._optimizers
+            and walk.modules_in(state) == self._modules
+            and are_same(walk.parameters_and_slots(self._optimizers), self._owned_tensors)
+            and _read_addresses(self._stable_tensors) == self._addresses
+            and ModuleStructure(self._modules).is_equal(self._signature)
+        )
+
+    def record_elements(self) -> None:
+        """Record the elements of the stable tensors for ``has_changed_elements``."""
+        self._version_counters = self._read_version_counters()
+        self._fingerprint.record()
+
+    def has_changed_elements(self) -> bool:
+        changed = self._read_version_counters() != self._version_counters
+        return changed or self._fingerprint.has_changed()
+
+    def _read_version_counters(self) -> list[int]:
+        """Return PyTorch's version counter of each tensor that is not sampled as a whole."""
+        return [*map(attrgetter("_version"), self._fingerprint.partial)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A module or an optimizer without what is stable. ``merge_live_state``: returns its state with
+    that, by the names of parameters, or raises ``_Invalidated`` if its structure changed."""
+
+    merge_live_state: Callable[[optimizers.NameOf], dict[str, Any]]
 
 
 def _merge_live_state(captured: Any, name_of: optimizers.NameOf) -> Any:
     def merge(value: Any, depth: int) -> Any:
         if isinstance(value, PerRank | Replicated):
             return type(value)(_merge_live_state(value.value, name_of))
-        if isinstance(value, _CapturedModule):
-            return value.merge_live_state()
-        return value.merge_live_state(name_of) if isinstance(value, _CapturedOptimizer) else value
+        return value.merge_live_state(name_of) if isinstance(value, _Captured) else value
 
     return walk.map_containers(captured, merge, {})
 
@@ -315,11 +309,6 @@ def _read_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the address of each tensor's first element."""
     torch = lazy_torch.torch_or_none()
     return [*map(torch.Tensor.data_ptr, tensors)] if torch is not None else []
-
-
-def _read_version_counters(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return PyTorch's version counter of each tensor."""
-    return [*map(attrgetter("_version"), tensors)]
 
 
 # -- the members of modules that may change between two optimizer steps ----------------------------
@@ -343,8 +332,7 @@ class MemberCopies:
     def __init__(
         self, submodules: list[tuple[str, Any, bool]], stable_addresses: frozenset[int]
     ) -> None:
-        self.submodules: PrefixedModules = [(prefix, sub) for prefix, sub, _ in submodules]
-        self._submodules = submodules
+        self.submodules = submodules
         self._stable_addresses = stable_addresses
         self._metadata: list[Any] | None = None
         self._small: list[int] = []
@@ -372,8 +360,9 @@ class MemberCopies:
             self._metadata = None  # in case the next line is interrupted
             self._allocate(tensors)
             self._metadata = metadata
-        if self._others:
-            addresses = [addresses[i] for i in self._small]
+        others = {names[i]: tensors[i] for i in self._others}
+        if others:
+            names, addresses = ([v[i] for i in self._small] for v in (names, addresses))
         if not (
             self._stable_addresses.isdisjoint(addresses)
             and pool.add_copies(addresses, self._copies)
@@ -382,18 +371,15 @@ class MemberCopies:
         table = np.array(addresses, np.int64)
         for copies, positions in self._groups:
             (copies[:],) = read_ranges([(copies.itemsize, table[positions])])
-        if not self._others:
-            return dict(zip(names, self._copies, strict=True))
-        made = dict(zip(self._small, self._copies, strict=True))
-        copy_tensor = part_library(type(tensors[0])).copy
-        made.update((i, copy_tensor(tensors[i], pool)) for i in self._others)
-        return {name: made[i] for i, name in enumerate(names)}
+        copy_tensor = part_library(torch.Tensor).copy
+        copied = {name: copy_tensor(t, pool) for name, t in others.items()}
+        return copied | dict(zip(names, self._copies, strict=True))
 
     def _find_members(self) -> tuple[list[str], list[Any]]:
         """Return the names and the tensors of the members that ``state_dict`` returns now."""
         names: list[str] = []
         tensors: list[Any] = []
-        for prefix, sub, with_parameters in self._submodules:
+        for prefix, sub, with_parameters in self.submodules:
             members = sub._buffers
             transient = sub._non_persistent_buffers_set
             for name, member in members.items():
