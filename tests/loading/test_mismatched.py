@@ -331,3 +331,12 @@ def test_texts_show_no_control_characters_of_keys(tmp_path):
     assert report.ignored == ("a\x1b[2J\n",)
     for text in (str(failure.value), *str(report).split("\n")):
         assert text.isprintable(), text
+
+
+def test_a_dict_of_plain_values_takes_members_beside_a_kept_leaf():
+    saved = {"w": torch.zeros(3), "history": {"a": 1, "b": 2}}
+    live = {"w": torch.ones(4), "history": {"a": 0}}
+    report = limpet.load(save_state(saved), into=live, mismatched="keep")
+    assert live["history"] == saved["history"]
+    assert [*report.kept] == ["w"]
+    assert not report.ignored

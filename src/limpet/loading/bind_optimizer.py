@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, zip_longest
 from math import prod
@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
-from limpet.layout.select import ABSENT, NumberedRenames, find_renames, number_renames, rename
+from limpet.layout.select import ABSENT, rename
 from limpet.loading.bind_stateful import bind_stateful, is_dict
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, is_leaf, tag_of
@@ -42,16 +42,21 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     if members is None:
         return lambda: optimizer
     live = dict(zip(chain(*grouped), parameters_of(optimizer), strict=True))
-    renames = _number_renames(binding)
-    kept = _resized_parameters(binding, live)
+    # they keep their slots: saved slots belong to the saved values, and all slots to one another
+    kept = {name: shapes for name, shapes in binding.resized_names.items() if name in live}
     finalizers: dict[str, dict[str, Finalize]] = {}
     options = loaded_options(binding, optimizer, grouped, *members["groups"])
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
-    others = _bind_others(binding, optimizer, live, renames, members)
+    in_groups = {n for group in members["groups"][0]["list"] for n in _params(group, str) or ()}
+    others: dict[Any, Finalize] = {}  # of no parameter, or of one, but not a dict of slots
     for saved_name, slots, k in tree.children(saved, state_key):
-        name = _rename_parameter(saved_name, renames)
-        if live.get(name, saved_name) in others:
+        name = binding.live_name(saved_name)
+        if saved_name not in in_groups or (name in live and not is_dict(slots)):
+            if binding.is_any_selected(slots, k):
+                state_name = live.get(name, saved_name)
+                device = getattr(optimizer.state.get(state_name), "device", "cpu")
+                others[state_name] = binding.targets.add_fresh(slots, k, device)
             continue
         if name not in live:
             binding.note_unexpected([(slots, k)])
@@ -67,7 +72,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
             kept[name] = "a slot of another shape"
         else:
             finalizers[name] = bound
-    groups = _bind_groups(binding, optimizer, grouped, renames, *members["groups"])
+    groups = _bind_groups(binding, optimizer, grouped, *members["groups"])
 
     def finalize() -> Any:
         if exact:
@@ -91,27 +96,6 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     return finalize
 
 
-def _bind_others(
-    binding: Binding,
-    optimizer: Any,
-    live: Mapping[str, Any],
-    renames: NumberedRenames,
-    members: Members,
-) -> dict[Any, Finalize]:
-    """Bind what an optimizer keeps for no parameter, or for one, but not as a dict of slots. Return
-    the functions by the keys in the optimizer's state."""
-    (saved, state_key), (groups, _) = members["state"], members["groups"]
-    names = {n for group in groups["list"] for n in _params(group, str) or ()}
-    others = {}
-    for name, node, k in tree.children(saved, state_key):
-        owner = live.get(_rename_parameter(name, renames), name)
-        is_slots = name in names and (is_dict(node) or owner is name)
-        if not is_slots and binding.is_any_selected(node, k):
-            device = getattr(optimizer.state.get(owner), "device", "cpu")
-            others[owner] = binding.targets.add_fresh(node, k, device)
-    return others
-
-
 def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
     """Bind an optimizer that has hooks or code of its own: its ``load_state_dict`` gets the saved
     state with the numbers of its own parameters in place of their names."""
@@ -119,12 +103,13 @@ def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) ->
         return bind_stateful(binding, optimizer, node, key)
     grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names.name_of)
     live = dict(zip(chain(*grouped), parameters_of(optimizer), strict=True))
-    for name, shapes in _resized_parameters(binding, live).items():
-        binding.differences.kinds[key] = (
-            f"the state of all parameters, live {type(optimizer).__name__} with {name} of another"
-            f" shape ({shapes}), whose own load_state_dict cannot leave it out"
-        )
-        return lambda: optimizer
+    for name in live:
+        if (shapes := binding.resized_names.get(name)) is not None:
+            binding.differences.kinds[key] = (
+                f"the state of all parameters, live {type(optimizer).__name__} with {name} of"
+                f" another shape ({shapes}), whose own load_state_dict cannot leave it out"
+            )
+            return lambda: optimizer
     members = binding.dict_members(optimizer, node, key) if is_dict(node) else {}
     if members and _is_numbered(members):
         members = _name_parameters(binding, optimizer, grouped, members, key)
@@ -133,14 +118,14 @@ def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) ->
     if _is_optimizer(members, "groups", str):
         (state, _), (groups, groups_key) = members["state"], members["groups"]
         node = {"dict": {"state": state, "param_groups": rename(groups, {}, groups_key)}}
-    to_live = partial(_rename_parameter, renames=_number_renames(binding))
+    to_live = binding.live_name
     for (state, state_key), (groups, groups_key) in _named_states(node, key):
         saved = [[*map(to_live, _params(group, str) or ())] for group in groups["list"]]
         for i, (saved_names, names) in enumerate(zip_longest(saved, grouped, fillvalue=())):
             _compare_names(binding, saved_names, names, f"{groups_key}/{i}")
         for saved_name, slots, k in tree.children(state, state_key):
             if (name := to_live(saved_name)) in live:
-                add_slot(binding, live[name], saved_name, slots, k, "cpu")
+                add_slot(binding, SlotOwner(optimizer, live[name], saved_name), slots, k, "cpu")
     number = partial(optimizers.rename_parameters, kind=str, grouped=grouped, to_live=to_live)
     return bind_stateful(binding, optimizer, node, key, number)
 
@@ -179,13 +164,6 @@ def _find_members(
     return members, False
 
 
-def _resized_parameters(binding: Binding, live: Iterable[str]) -> dict[str, str]:
-    """Return the parameters that keep their live values because of their shapes. Their slots are
-    kept as well: saved slots belong to the saved values, and all slots to one another."""
-    shapes = binding.resized_names
-    return {name: shapes[name] for name in live if name in shapes}
-
-
 def _convert_numbers(optimizer: Any, loaded: list[dict[str, Any]], key: str) -> None:
     """Let the optimizer convert slots that are tensors today, but were numbers in early versions of
     PyTorch, such as ``step``. PyTorch's ``load_state_dict`` calls the same method."""
@@ -211,27 +189,8 @@ def _is_optimizer(members: Members, groups_name: str, kind: type) -> bool:
     )
 
 
-def _number_renames(binding: Binding) -> NumberedRenames:
-    # a parameter's name is its path in the state, with dots
-    return number_renames({old.replace("/", "."): new for old, new in binding.renames.items()})
-
-
-def _rename_parameter(name: Any, renames: NumberedRenames) -> Any:
-    """Apply ``rename`` to a parameter's name."""
-    matches = find_renames(name, renames) if type(name) is str else []
-    if not matches:
-        return name
-    _, old, new = matches[-1]
-    return new.replace("/", ".") + name[len(old) :]
-
-
 def _bind_groups(
-    binding: Binding,
-    optimizer: Any,
-    grouped: list[list[str]],
-    renames: NumberedRenames,
-    node: Any,
-    key: str,
+    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
 ) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
     """Bind the options of each group. Groups are matched by position and must have the same
     parameters. A live option that the snapshot lacks is kept, as by PyTorch, and reported."""
@@ -242,7 +201,7 @@ def _bind_groups(
     bound = []
     for k, saved, group, live_names in zip(keys, node["list"], optimizer.param_groups, grouped):
         members = {name: child for name, child, _ in tree.children(saved, k)}
-        saved_names = [_rename_parameter(n, renames) for n in members.pop("params")["list"]]
+        saved_names = [binding.live_name(n) for n in members.pop("params")["list"]]
         _compare_names(binding, saved_names, live_names, k)
         if isinstance(optimizer, torch.optim.LBFGS) and saved_names != live_names:
             binding.differences.kinds[f"{k}/params"] = (
@@ -424,8 +383,8 @@ class SlotOwner:
     optimizer: Any
     parameter: Any
     saved_name: Any
-    options: Mapping[str, Any]
-    change_slots: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+    change_slots: bool = False
 
     @property
     def live_slots(self) -> Mapping[str, Any]:
@@ -473,17 +432,13 @@ def bind_slots(
     for slot, value in comparable.items() if is_exact and saved else ():
         if slot not in names and value is not None:
             binding.note_missing(join_key(key, escape_level(str(slot))))
-            finalizers[slot] = _return_value(value)
+            finalizers[slot] = partial(live.get, slot)
     return finalizers
 
 
 def _is_tensor(value: Any) -> TypeGuard[Any]:
     library = library_of(type(value))
     return library is not None and library.tag == "tensor"
-
-
-def _return_value(value: Any) -> Finalize:
-    return lambda: value
 
 
 def _find_resized(
@@ -532,51 +487,43 @@ def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: st
     if not (type(node) is dict and "tensor" in node):
         if is_live_tensor and slot == "step" and type(node) in (int, float):
             return lambda: torch.full_like(live, node, device=device)
-        return add_slot(binding, owner.parameter, owner.saved_name, node, key, device)
+        return add_slot(binding, owner, node, key, device)
     source, _ = binding.targets.resolve_leaf(node, key)
     stored, shape = binding.targets.snapshot.leaves[source]
-    is_replaced = is_live_tensor and tuple(live.shape) != shape
-    if is_live_tensor and not is_replaced:
-        library = part_library(type(live))
-        _, live_dtype = library.describe(live)
-        castable = stored != live_dtype and library.can_cast(stored, live)
-        # as PyTorch's load_state_dict does, which asks for no permission
-        is_counter = slot == "step" and live.numel() == 1
-        if castable and (binding.cast or is_counter):
-            binding.differences.casts[key] = f"{stored} to {live_dtype}"
-        elif stored != live_dtype and (owner.change_slots or is_counter):
-            is_replaced = True
-        elif stored != live_dtype:
-            binding.note_other_dtype(key, stored, live_dtype, castable)
-            return lambda: live
-    dtype = None
+    dtype: str | None = None
     if live is None:
         dtype = _converted_dtype(binding, owner, stored, shape)
         if dtype is not None:
             binding.differences.casts[key] = f"{stored} to {dtype}"
-    elif is_live_tensor and not is_replaced:
+    elif is_live_tensor and tuple(live.shape) == shape:
+        library = part_library(type(live))
+        _, dtype = library.describe(live)
+        castable = stored != dtype and library.can_cast(stored, live)
+        # as PyTorch's load_state_dict does, which asks for no permission
+        is_counter = slot == "step" and live.numel() == 1
+        if castable and (binding.leniency.cast or is_counter):
+            binding.differences.casts[key] = f"{stored} to {dtype}"
+        elif stored != dtype and (owner.change_slots or is_counter):
+            return add_slot(binding, owner, node, key, device)
+        elif stored != dtype:
+            binding.note_other_dtype(key, stored, dtype, castable)
+            return lambda: live
         if (
             live.layout is torch.strided
             and not shares_elements(live)
             and live.device == torch.device(device)
         ):
             return binding.add_array(live, source, key)
-        dtype = live_dtype
-    return add_slot(binding, owner.parameter, owner.saved_name, node, key, device, dtype)
+    return add_slot(binding, owner, node, key, device, dtype)
 
 
 def add_slot(
-    binding: Binding,
-    parameter: Any,
-    saved_name: Any,
-    node: Any,
-    key: str,
-    device: Any,
-    dtype: str | None = None,
+    binding: Binding, owner: SlotOwner, node: Any, key: str, device: Any, dtype: str | None = None
 ) -> Finalize:
     """Load a slot into new memory. One with the parameter's shape and saved order of dimensions
     gets its strides, because a fused step goes through the memory of both, and its placements.
     Another shape of a distributed parameter is a difference: only the optimizer distributes it."""
+    parameter = owner.parameter
     is_distributed = sharding.is_distributed_tensor(parameter)
     for k, n in tree.walk(node, key) if is_distributed and type(node) is dict else ():
         if is_leaf(n):
@@ -591,7 +538,7 @@ def add_slot(
     is_plain = type(parameter) in part_library(type(parameter)).plain_types
     like = None
     if is_plain or sharding.is_dtensor(parameter):
-        like = parameter, binding.saved_orders.get(saved_name, [])
+        like = parameter, binding.saved_orders.get(owner.saved_name, [])
     return binding.targets.add_fresh(node, key, device, like, dtype)
 
 
@@ -614,8 +561,11 @@ def _converted_dtype(
 ) -> str | None:
     """Return the dtype to which ``cast=True`` converts a new slot with its parameter: if it was
     saved in the parameter's dtype, as PyTorch does. Numbers and higher precision keep theirs."""
-    if not binding.cast or not shape or binding.saved_dtypes.get(owner.saved_name) != stored:
+    if not (binding.leniency.cast and shape):
         return None
-    library = part_library(type(owner.parameter))
-    _, live = library.describe(owner.parameter)
-    return live if live != stored and library.can_cast(stored, owner.parameter) else None
+    parameter = owner.parameter
+    library = part_library(type(parameter))
+    _, live = library.describe(parameter)
+    if live == stored or binding.saved_dtypes.get(owner.saved_name) != stored:
+        return None
+    return live if library.can_cast(stored, parameter) else None

@@ -92,7 +92,7 @@ def _bind_streamed(binding: Binding, value: Streamed, node: Any, key: str) -> Fi
         binding.note_missing(key)
     if node is ABSENT or binding.targets.is_dry or not binding.is_any_selected(node, key):
         return lambda: value
-    is_renamed = any(f"{new}/".startswith(f"{key}/") for new in binding.renames.values())
+    is_renamed = any(f"{new}/".startswith(f"{key}/") for new in binding.leniency.rename.values())
     if is_renamed or not all(binding.selected(k) for k, _ in tree.walk(node, key)):
         raise LimpetError(f"keys= and rename= must leave {key!r} whole, and as it was saved")
     if binding.dict_members(value, node, key) is None:

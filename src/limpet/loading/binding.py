@@ -5,59 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
-from limpet.arguments import require
 from limpet.format import tree
 from limpet.format.names import to_dotted
 from limpet.format.numpy_dtypes import from_descr
-from limpet.layout.select import ABSENT, KeyFilter, make_key_filter, match_none
-from limpet.loading.differences import SLOT_OF, Differences
+from limpet.layout.select import ABSENT, KeyFilter, NumberedRenames, find_renames, number_renames
+from limpet.loading.differences import SLOT_OF, STRICT, Differences, Leniency
 from limpet.loading.shared_memory import Claim
 from limpet.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
 from limpet.state import composites
 from limpet.state.arrays import Memory, part_library
 from limpet.state.flatten import ParameterNames
 from limpet.types import Box
-
-
-@dataclass(frozen=True, slots=True)
-class Leniency:
-    """The differences that a load tolerates: none, unless the caller requests them by option."""
-
-    missing: Literal["error", "keep"] | list[str] = "error"
-    unexpected: Literal["error", "ignore"] | list[str] = "error"
-    cast: bool = False
-    rename: Mapping[str, str] = field(default_factory=dict)
-    mismatched: Literal["error", "keep"] | list[str] = "error"
-
-    def __post_init__(self) -> None:
-        lenient = {"missing": "keep", "unexpected": "ignore", "mismatched": "keep"}
-        for name, choice in lenient.items():
-            value = getattr(self, name)
-            if isinstance(value, list | tuple) and all(isinstance(key, str) for key in value):
-                object.__setattr__(self, name, [*value] or "error")
-            else:
-                is_valid = isinstance(value, str) and value in ("error", choice)
-                hint = " (dtypes: cast=True)" if value == "cast" else ""
-                expected = f'"error", "{choice}", or a list of patterns of keys{hint}'
-                require(f"{name}=", is_valid, expected, value)
-        expected = "True or False; the dtypes are those of the live tensors"
-        require("cast=", type(self.cast) is bool, expected, self.cast)
-
-    def tolerates(self, name: Literal["missing", "unexpected", "mismatched"]) -> KeyFilter:
-        """Return a function that returns True for a key that may be missing, and so on. The key of
-        an object stands for all keys below it."""
-        value = getattr(self, name)
-        if value == "error":
-            return match_none
-        matches = make_key_filter(value if type(value) is list else None)
-        return lambda key: matches(key) or matches(f"{key}/")
-
-
-STRICT = Leniency()
-"""No difference is tolerated."""
-
 
 STATE_INVALID = (
     "The live state may be partly overwritten and is not valid; load an intact version into it"
@@ -76,9 +36,7 @@ class Binding:
     selected: KeyFilter
     parameter_names: ParameterNames
     rank: int = 0
-    cast: bool = False
-    keeps_missing: KeyFilter = match_none
-    renames: Mapping[str, str] = field(default_factory=dict)
+    leniency: Leniency = STRICT
     resized: Mapping[str, str] = field(default_factory=dict)
     taken: frozenset[str] | None = None
     differences: Differences = field(default_factory=Differences)
@@ -89,6 +47,10 @@ class Binding:
     inside_wrapper: bool = False
     depth: int = 0
     """The number of containers around the value that is bound."""
+
+    @cached_property
+    def keeps_missing(self) -> KeyFilter:
+        return self.leniency.tolerates("missing")
 
     def dict_members(self, value: Any, node: Any, key: str) -> dict[Any, tuple[Any, str]] | None:
         """Return the members of a dict's node by name, each with its key. Return None, and record a
@@ -148,7 +110,7 @@ class Binding:
         if name == stored:
             return source
         castable = library.can_cast(stored, value)
-        if self.cast and castable:
+        if self.leniency.cast and castable:
             self.differences.casts[key] = f"{stored} to {name}"
             return source
         self.note_other_dtype(key, stored, name, castable)
@@ -240,6 +202,20 @@ class Binding:
         for _, _, key in slots:
             if self.selected(key):
                 self.differences.shapes[key] = f"{SLOT_OF} {shapes}"
+
+    def live_name(self, name: Any) -> Any:
+        """Apply ``rename`` to a parameter's name."""
+        matches = find_renames(name, self._parameter_renames)
+        if not matches:
+            return name
+        _, old, new = matches[-1]
+        return new.replace("/", ".") + name[len(old) :]
+
+    @cached_property
+    def _parameter_renames(self) -> NumberedRenames:
+        # a parameter's name is its path in the state, with dots
+        renames = self.leniency.rename.items()
+        return number_renames({old.replace("/", "."): new for old, new in renames})
 
     @cached_property
     def saved_orders(self) -> dict[Any, list[Any]]:

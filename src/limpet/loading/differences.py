@@ -7,19 +7,61 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from limpet.arguments import require
 from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from limpet.format import tree
 from limpet.format.names import join_key, to_dotted
-from limpet.layout.select import KeyFilter, match_none
+from limpet.layout.select import KeyFilter, make_key_filter, match_none
 from limpet.ranks.collective import Collective
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import MAX_SHOWN, for_people, format_list, format_ranks, to_printable
 
 _MAX_MISMATCHES_SHOWN = 5
+
+
+_TOLERABLE = {"missing": "keep", "unexpected": "ignore", "mismatched": "keep"}
+
+
+@dataclass(frozen=True, slots=True)
+class Leniency:
+    """The differences that a load tolerates: none, unless the caller requests them by option."""
+
+    missing: Literal["error", "keep"] | list[str] = "error"
+    unexpected: Literal["error", "ignore"] | list[str] = "error"
+    cast: bool = False
+    rename: Mapping[str, str] = field(default_factory=dict)
+    mismatched: Literal["error", "keep"] | list[str] = "error"
+
+    def __post_init__(self) -> None:
+        for name, choice in _TOLERABLE.items():
+            value = getattr(self, name)
+            if isinstance(value, list | tuple) and all(isinstance(key, str) for key in value):
+                object.__setattr__(self, name, [*value] or "error")
+            else:
+                is_valid = isinstance(value, str) and value in ("error", choice)
+                hint = " (dtypes: cast=True)" if value == "cast" else ""
+                expected = f'"error", "{choice}", or a list of patterns of keys{hint}'
+                require(f"{name}=", is_valid, expected, value)
+        expected = "True or False; the dtypes are those of the live tensors"
+        require("cast=", type(self.cast) is bool, expected, self.cast)
+
+    def tolerates(self, name: str) -> KeyFilter:
+        """Return a function that returns True for a key that may be missing, and so on. The key of
+        an object stands for all keys below it."""
+        value = getattr(self, name)
+        if value == "error":
+            return match_none
+        matches = make_key_filter(value if type(value) is list else None)
+        return lambda key: matches(key) or matches(f"{key}/")
+
+
+STRICT = Leniency()
+"""No difference is tolerated."""
+
 
 SLOT_OF = "slot of a parameter"
 """How the text about an optimizer's slot begins whose parameter has another shape."""
@@ -107,17 +149,10 @@ class Differences:
             keys_by_text.setdefault(text, []).append((key, 1))
         return "; ".join(f"{format_keys(keys)} {text}" for text, keys in keys_by_text.items())
 
-    def raise_if_any(
-        self,
-        url: str,
-        node: tree.Node,
-        *,
-        missing: KeyFilter = match_none,
-        unexpected: KeyFilter = match_none,
-        mismatched: KeyFilter = match_none,
-    ) -> None:
-        """Raise one error of the narrowest class that lists all differences, except those that the
-        three tolerate. ``node``: the snapshot's tree."""
+    def raise_if_any(self, url: str, node: tree.Node, leniency: Leniency = STRICT) -> None:
+        """Raise one error of the narrowest class that lists all differences, except those that
+        ``leniency`` tolerates. ``node``: the snapshot's tree."""
+        missing, unexpected, mismatched = map(leniency.tolerates, _TOLERABLE)
         lacking = [key for key in self.missing if not missing(key)]
         surplus = [key for key in self.unexpected if not unexpected(key)]
         # the slots of a parameter are kept with it
@@ -251,7 +286,11 @@ class LoadReport:
 
     @classmethod
     def from_differences(
-        cls, url: str, saved: Sequence[str], differences: Differences, renames: Mapping[str, str]
+        cls,
+        snapshot: SnapshotReader,
+        saved: Sequence[str],
+        differences: Differences,
+        renames: Mapping[str, str],
     ) -> LoadReport:
         """Return the report of a load whose differences were tolerated. ``saved``: the selected
         keys of the snapshot, after ``renames``."""
@@ -263,10 +302,10 @@ class LoadReport:
             saved = [key for key in saved if left_out.isdisjoint(key_prefixes(key))]
         kept = dict.fromkeys((*differences.missing, *differences.options), MISSING) | shapes
         return cls(
-            url,
+            snapshot.url,
             tuple(saved),
             kept,
-            tuple(differences.unexpected),
+            (*differences.unexpected, *snapshot.left_out),
             dict(differences.casts),
             dict(renames),
         )

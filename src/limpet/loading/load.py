@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from limpet import events
@@ -24,8 +23,8 @@ from limpet.errors import InexactResume, LimpetError, RankFailed
 from limpet.format.tree import walk
 from limpet.layout.select import ABSENT, make_key_filter, prune, rename
 from limpet.loading.binder import bind_state
-from limpet.loading.binding import STATE_INVALID, STRICT, Binding, Leniency
-from limpet.loading.differences import Differences, LoadReport, no_match_error
+from limpet.loading.binding import STATE_INVALID, Binding
+from limpet.loading.differences import STRICT, Differences, Leniency, LoadReport, no_match_error
 from limpet.loading.shared_memory import check_shared_memory
 from limpet.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from limpet.loading.targets import Finalize, LoadTargets, device_chooser
@@ -109,12 +108,12 @@ def _load(
         "loaded",
         url=targets.snapshot.url,
         leaves=len(targets.requests),
-        kept=0 if report is None else len(report.kept),
-        ignored=0 if report is None else len(report.ignored),
-        cast=0 if report is None else len(report.cast),
-        summary="" if report is None else report.summary,
+        kept=len(report.kept),
+        ignored=len(report.ignored),
+        cast=len(report.cast),
+        summary=report.summary,
     )
-    return loaded if report is None else report
+    return loaded if into is None else report
 
 
 @gc_paused
@@ -124,7 +123,7 @@ def _bind(
     keys: str | Sequence[str] | None,
     leniency: Leniency,
     collective: Collective,
-) -> tuple[Finalize, LoadReport | None, str]:
+) -> tuple[Finalize, LoadReport, str]:
     """Give every requested leaf a target; the live state stays. Return what finishes the load, its
     report, and a description of per-rank values that other ranks load than saved them."""
     snapshot, selected = targets.snapshot, make_key_filter(keys)
@@ -135,48 +134,34 @@ def _bind(
         tree = prune(tree, selected)
         if tree is ABSENT:
             raise no_match_error(snapshot, keys)
-        return targets.add_fresh(tree, ""), None, ""
+        return targets.add_fresh(tree, ""), LoadReport(snapshot.url, (), {}, (), {}, {}), ""
     expected = 'a dict like the one that was saved, such as {"model": model}'
     require("into=", isinstance(into, Mapping), expected, into)
     check_replaceable("into=", into)
     targets.is_live = True
     names = ParameterNames(into)
-    binding = Binding(
-        targets,
-        selected,
-        names,
-        collective.rank,
-        cast=leniency.cast,
-        keeps_missing=leniency.tolerates("missing"),
-        taken=None if collective.size == 1 else frozenset(),
-        renames=leniency.rename,
-    )
-    finalize = bind_state(binding, into, tree)
-    check_shared_memory(binding.claims, snapshot)
-    binding.differences.combine_ranks(collective)
-    found = binding.differences
+
+    def bind_once(
+        resized: Mapping[str, str], taken: frozenset[str]
+    ) -> tuple[Finalize, Differences]:
+        shared = taken if collective.size > 1 else None
+        binding = Binding(targets, selected, names, collective.rank, leniency, resized, shared)
+        finalize = bind_state(binding, into, tree)
+        check_shared_memory(binding.claims, snapshot)
+        binding.differences.combine_ranks(collective)
+        return finalize, binding.differences
+
+    finalize, found = bind_once({}, frozenset())
     taken = frozenset(found.growing).intersection(found.unexpected)
     if found.resized or taken:
         # again, because the slots of resized parameters are kept, and a parameter may come after
         # its optimizer. What one rank keeps or takes, all ranks do.
         del finalize
         targets.clear()
-        fresh = Differences()
-        binding = replace(binding, resized=found.resized, taken=taken, differences=fresh, claims={})
-        finalize = bind_state(binding, into, tree)
-        check_shared_memory(binding.claims, snapshot)
-        binding.differences.combine_ranks(collective)
+        finalize, found = bind_once(found.resized, taken)
     saved = [key for key, _ in walk(tree) if selected(key)]
     if keys is not None and not (targets.requests or saved):
         raise no_match_error(snapshot, keys)
-    binding.differences.raise_if_any(
-        snapshot.url,
-        tree,
-        missing=leniency.tolerates("missing"),
-        unexpected=leniency.tolerates("unexpected"),
-        mismatched=leniency.tolerates("mismatched"),
-    )
-    report = LoadReport.from_differences(snapshot.url, saved, binding.differences, leniency.rename)
-    report = replace(report, ignored=(*report.ignored, *snapshot.left_out))
-    differences = binding.differences
-    return finalize, report, differences.describe_reassigned() if differences.saved_ranks else ""
+    found.raise_if_any(snapshot.url, tree, leniency)
+    report = LoadReport.from_differences(snapshot, saved, found, leniency.rename)
+    return finalize, report, found.describe_reassigned()

@@ -17,7 +17,7 @@ from limpet.errors import LimpetError
 from limpet.format import torch_types, tree
 from limpet.format.names import Version
 from limpet.format.tree import LeafSpecs
-from limpet.loading.binding import Leniency
+from limpet.loading.differences import Leniency
 from limpet.loading.load import load_snapshot
 from limpet.loading.targets import is_leaf, tag_of
 from limpet.ranks.group import Group, GroupSpec, broadcast_from_first, current_group

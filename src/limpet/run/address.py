@@ -14,7 +14,7 @@ from typing import Any, Literal
 from limpet.deadline import Deadline
 from limpet.errors import NotFound
 from limpet.format.names import Version, split_address
-from limpet.loading.binding import Leniency
+from limpet.loading.differences import Leniency
 from limpet.loading.snapshot import Opened, Snapshot, load_and_show, open_again
 from limpet.machine import path_text
 from limpet.ranks.group import (

@@ -23,7 +23,7 @@ import torch
 
 from limpet.arguments import require
 from limpet.errors import LimpetError
-from limpet.loading.binding import Leniency
+from limpet.loading.differences import Leniency
 from limpet.loading.load import load_snapshot
 from limpet.ranks.group import Group
 from limpet.run.run import Run

@@ -13,8 +13,7 @@ from limpet.deadline import Deadline
 from limpet.errors import LimpetError, RankFailed
 from limpet.format.config import compare_configs, describe_change, encode_config
 from limpet.format.names import Version
-from limpet.loading.binding import Leniency
-from limpet.loading.differences import LoadReport
+from limpet.loading.differences import Leniency, LoadReport
 from limpet.loading.snapshot import Snapshot, snapshot_of
 from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import Group, GroupSpec, all_reduce, saving_group

@@ -20,7 +20,7 @@ from limpet.buffers import BufferPool, shared_pool
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError
 from limpet.format.names import Version
-from limpet.loading.binding import STRICT, Leniency
+from limpet.loading.differences import STRICT, Leniency
 from limpet.loading.snapshot import Snapshot, snapshot_of
 from limpet.ranks.group import LEAVING, Group
 from limpet.run.policy import KeepPolicy

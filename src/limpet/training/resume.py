@@ -14,8 +14,7 @@ import msgspec
 from limpet import errors, events
 from limpet.format.manifest import Parent
 from limpet.format.names import MANIFEST, Version, parse_version
-from limpet.loading.binding import STRICT, Leniency
-from limpet.loading.differences import LoadReport
+from limpet.loading.differences import STRICT, Leniency, LoadReport
 from limpet.loading.load import load_snapshot
 from limpet.loading.snapshot import Snapshot
 from limpet.ranks.collective import Collective
