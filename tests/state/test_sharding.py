@@ -183,8 +183,7 @@ def test_a_boxed_tensor_has_one_box_that_shares_its_memory(make):
     assert (boxed.offsets, boxed.shape) == ((4, 0), (6, 3))
     assert type(boxed.shape) is tuple
     assert {type(n) for n in (*boxed.offsets, *boxed.shape)} == {int}
-    assert sharding.is_distributed_tensor(boxed)
-    parts = sharding.get_local_boxes(boxed, "k")
+    parts = sharding.boxes_of_boxed(boxed, "k")
     assert parts.shape == (6, 3)
     [(box, tensor)] = parts.box_tensors
     assert box == Box((4, 0), (2, 3))
@@ -196,14 +195,14 @@ def test_a_boxed_tensor_has_one_box_that_shares_its_memory(make):
 def test_a_tensor_in_two_different_boxes_is_not_tied():
     tensor = torch.zeros(2)
     first, again, other = (limpet.Boxed(tensor, (at,), (4,)) for at in (0, 0, 2))
-    storage = sharding.get_local_boxes(first, "k").tie_key
+    storage = sharding.boxes_of_boxed(first, "k").tie_key
     assert (
         storage
-        == sharding.get_local_boxes(again, "k").tie_key
-        != sharding.get_local_boxes(other, "k").tie_key
+        == sharding.boxes_of_boxed(again, "k").tie_key
+        != sharding.boxes_of_boxed(other, "k").tie_key
     )
     array = limpet.Boxed(np.zeros(2), (0,), (4,))
-    assert sharding.get_local_boxes(array, "k").tie_key is None, "arrays are never tied"
+    assert sharding.boxes_of_boxed(array, "k").tie_key is None, "arrays are never tied"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_a_tensor_in_two_different_boxes_is_not_tied():
 )
 def test_boxes_of_scalars_empty_tensors_and_whole_tensors(size, offsets, shape, boxes):
     for make in (np.zeros, torch.zeros):
-        parts = sharding.get_local_boxes(limpet.Boxed(make(size), offsets, shape), "k")
+        parts = sharding.boxes_of_boxed(limpet.Boxed(make(size), offsets, shape), "k")
         assert [box for box, _ in parts.box_tensors] == boxes
         assert all(tuple(t.shape) == box.sizes for box, t in parts.box_tensors)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from limpet.state.flatten import flatten
-from limpet.state.step_hooks import StepPreHook, find_stable_leaves
+from limpet.state.step_hooks import StepPreHook
+from limpet.state.walk import find_stable_leaves
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
@@ -32,7 +33,7 @@ def step_once(model, make=Adam, **options):
 
 
 def keys(state):
-    return find_stable_leaves(state, flatten(state))
+    return find_stable_leaves(state, flatten(state).leaves)
 
 
 def test_options_that_are_tensors_are_not_stable():

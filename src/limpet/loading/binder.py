@@ -8,7 +8,7 @@ the live state changes. Each binding returns a ``Finalize`` function that sets v
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from limpet.errors import LimpetError
@@ -40,9 +40,6 @@ _CONTAINER_TAGS: dict[type, tuple[str, ...]] = {
 }
 
 
-_Bind = Callable[[Binding, Any, Any, str], Finalize]
-
-
 def bind_state(binding: Binding, state: Mapping[str, Any], node: Any) -> Finalize:
     """Bind a whole state. A mapping other than a dict is assigned what was not filled in place."""
     members = as_dict(state)
@@ -62,11 +59,11 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
     returns the value for the live state: the live object, if it could be filled in place."""
     # arrays first: there are many of them, and attribute lookups on tensors are slow
     if library_of(type(value)) is not None:
-        return _bind_leaf(binding, _bind_array, value, node, key)
+        return _bind_leaf(binding, value, node, key)
     if isinstance(value, dict) and (type(value) is dict or not modules.is_stateful(value)):
-        return _bind_nested(binding, _bind_dict, value, node, key)
+        return _bind_container(binding, value, node, key)
     if type(value) in (list, tuple):
-        return _bind_nested(binding, _bind_sequence, value, node, key)
+        return _bind_container(binding, value, node, key)
     if isinstance(value, Replicated):
         return _bind_wrapped(binding, value, node, key)
     if isinstance(value, Streamed):
@@ -83,7 +80,7 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         is_optimizer = optimizers.has_groups(value)
         bind_object = bind_own_optimizer if is_optimizer else bind_stateful
         return bind_object(binding, value, node, key)
-    return _bind_leaf(binding, _bind_value, value, node, key)
+    return _bind_leaf(binding, value, node, key)
 
 
 def _bind_streamed(binding: Binding, value: Streamed, node: Any, key: str) -> Finalize:
@@ -128,17 +125,15 @@ def _bind_with_inner(binding: Binding, value: Any, node: Any, key: str) -> Final
     return finalize
 
 
-def _bind_leaf(binding: Binding, bind_kind: _Bind, value: Any, node: Any, key: str) -> Finalize:
-    """Bind one leaf or plain value if it is selected and the snapshot has it."""
+def _bind_leaf(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    """Bind an array, or replace a plain value by the saved one, which is of any kind if the live
+    one is None, if it is selected and the snapshot has it."""
     if node is ABSENT:
         binding.note_missing(key)
-    elif binding.selected(key):
-        return bind_kind(binding, value, node, key)
-    return lambda: value
-
-
-def _bind_value(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
-    """Replace a plain value by the saved one, which is of any kind if the live one is None."""
+    if node is ABSENT or not binding.selected(key):
+        return lambda: value
+    if library_of(type(value)) is not None:
+        return _bind_array(binding, value, node, key)
     if value is not None and tag_of(node) in _NON_VALUE_TAGS:
         binding.note_other_kind(type(value).__name__, node, key)
         return lambda: value
@@ -148,14 +143,15 @@ def _bind_value(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
 # -- containers --------------------------------------------------------------------------------
 
 
-def _bind_nested(binding: Binding, bind_kind: _Bind, value: Any, node: Any, key: str) -> Finalize:
+def _bind_container(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
     """Bind a container. Raises ``Unsupported`` if no save accepts one that is so deep."""
     binding.depth += 1
     if binding.depth > tree.MAX_DEPTH + 1:
         why = f"it is nested deeper than {tree.MAX_DEPTH} levels, or contains itself"
         raise nested_too_deeply(value, key, why)
     try:
-        return bind_kind(binding, value, node, key)
+        bind_members = _bind_dict if isinstance(value, dict) else _bind_sequence
+        return bind_members(binding, value, node, key)
     finally:
         binding.depth -= 1
 

@@ -41,9 +41,8 @@ from limpet.saving.write import put_local_shard, write_local_shard
 from limpet.snapshot.location import Location, Url, locate
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import FlatState, flatten
-from limpet.state.step_hooks import find_stable_leaves
 from limpet.state.streamed import begin_members, find_streamed
-from limpet.state.walk import as_dict
+from limpet.state.walk import as_dict, find_stable_leaves
 from limpet.text import format_list
 from limpet.threads import Workers, gc_paused, no_op
 
@@ -185,7 +184,7 @@ def begin_save(
         )
         try:
             if stage_now:
-                _stage_now(job, find_stable_leaves(state, flat) if overlap else ())
+                _stage_now(job, find_stable_leaves(state, flat.leaves) if overlap else ())
             job.staged_at = time.perf_counter()
             seconds = job.staged_at - started_at
             events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)

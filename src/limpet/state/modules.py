@@ -68,6 +68,13 @@ def state_dict_of(value: Any, key: str) -> Any:
 def require_complete(value: object, key: str) -> None:
     """Raise ``Unsupported`` for an object whose ``state_dict()`` is known to omit what it needs: it
     would not continue from where it was."""
+    for part, why, todo in _find_incomplete(value):
+        what = f"{key[:300]!r} has {with_article(type(part).__name__)} that would be lost: {why}"
+        raise Unsupported(what, todo=todo, leaf=key)
+
+
+def _find_incomplete(value: object) -> Iterator[tuple[object, str, str]]:
+    """Yield each part whose state would be lost, why, and what to do."""
     torchmetrics, schedulefree = sys.modules.get("torchmetrics"), sys.modules.get("schedulefree")
     if torchmetrics is not None and isinstance(
         value, (torchmetrics.Metric, torchmetrics.MetricCollection)
@@ -75,18 +82,16 @@ def require_complete(value: object, key: str) -> None:
         incomplete = (torchmetrics.wrappers.Running, torchmetrics.wrappers.MinMaxMetric)
         for metric in value.modules():
             if isinstance(metric, incomplete):
-                raise _incomplete(
+                yield (
                     metric,
-                    key,
                     "torchmetrics keeps a part of it outside of state_dict()",
                     "Save an object whose state_dict() and load_state_dict() also copy its other"
                     " attributes, or leave it out of the state",
                 )
             transient = [n for n, kept in getattr(metric, "_persistent", {}).items() if not kept]
             if transient:
-                raise _incomplete(
+                yield (
                     metric,
-                    key,
                     f"its state_dict() omits {format_list(transient, 5)}, because these states are"
                     " not persistent",
                     f"Call persistent(True) of the {type(value).__name__} and of the metrics in"
@@ -97,17 +102,11 @@ def require_complete(value: object, key: str) -> None:
         and isinstance(value, schedulefree.ScheduleFreeWrapper)
         and value.train_mode
     ):
-        raise _incomplete(
+        yield (
             value,
-            key,
             "its state_dict() omits whether the model has the weights of training or evaluation",
             "Call its eval() before the save, and its train() afterward and after a load",
         )
-
-
-def _incomplete(value: object, key: str, why: str, todo: str) -> Unsupported:
-    kind = with_article(type(value).__name__)
-    return Unsupported(f"{key[:300]!r} has {kind} that would be lost: {why}", todo=todo, leaf=key)
 
 
 # -- modules -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -21,9 +21,6 @@ from limpet.layout.placements import Placements, ShardPlacement, local_boxes
 from limpet.state.arrays import LocalBoxes, library_of, part_library
 from limpet.text import format_list, with_article
 from limpet.types import Box
-
-_DTENSOR_MODULE = "torch.distributed.tensor"
-_SHARDED_TENSOR_MODULE = "torch.distributed._shard.sharded_tensor.api"
 
 MATERIALIZE = (
     "Create the module on a device with memory. Or call module.to_empty(device=...), and then set"
@@ -73,15 +70,16 @@ class Boxed:
 
 
 def is_distributed_tensor(value: Any) -> bool:
-    """Return True if a value describes which part of a global tensor it is."""
-    return _extractor(value) is not None
+    """Return True if a tensor describes which part of a global tensor it is."""
+    return is_dtensor(value) or _is_sharded_tensor(value)
 
 
 def get_local_boxes(value: Any, key: str) -> LocalBoxes | None:
-    """Return the boxes that this process has of a distributed tensor; None for another value.
-    Raises ``Unsupported`` for placements such as ``Partial``, or another local tensor."""
-    extract = _extractor(value)
-    return None if extract is None else extract(value, key)
+    """Return the boxes that this process has of a distributed tensor; None for another one. Raises
+    ``Unsupported`` for placements such as ``Partial``, or another local tensor."""
+    if is_dtensor(value):
+        return _boxes_of_dtensor(value, key)
+    return _boxes_of_sharded_tensor(value, key) if _is_sharded_tensor(value) else None
 
 
 def resolve_parts(boxes: LocalBoxes) -> LocalBoxes:
@@ -93,7 +91,12 @@ def resolve_parts(boxes: LocalBoxes) -> LocalBoxes:
 
 
 def is_dtensor(value: Any) -> bool:
-    return isinstance(value, _loaded_class(_DTENSOR_MODULE, "DTensor"))
+    return isinstance(value, _loaded_class("torch.distributed.tensor", "DTensor"))
+
+
+def _is_sharded_tensor(value: Any) -> bool:
+    module = "torch.distributed._shard.sharded_tensor.api"
+    return isinstance(value, _loaded_class(module, "ShardedTensorBase"))
 
 
 def empty_like(parameter: Any, dtype: Any, device: Any = None) -> Any:
@@ -110,15 +113,6 @@ def empty_like(parameter: Any, dtype: Any, device: Any = None) -> Any:
         replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)),
         requires_grad=False,
     )
-
-
-def _extractor(value: Any) -> Callable[[Any, str], LocalBoxes] | None:
-    """Return the function that finds the local boxes of a value; None for an ordinary value."""
-    if is_dtensor(value):
-        return _boxes_of_dtensor
-    if isinstance(value, _loaded_class(_SHARDED_TENSOR_MODULE, "ShardedTensorBase")):
-        return _boxes_of_sharded_tensor
-    return boxes_of_boxed if isinstance(value, Boxed) else None
 
 
 def _loaded_class(module: str, name: str) -> Any:

@@ -1,9 +1,4 @@
-"""Stable leaves: the parameters and slots that do not change between two optimizer steps.
-
-Forward and backward passes may change everything else: buffers, scales of FP8, plain tensors,
-random generators, and embeddings with ``max_norm``. Stability is a property of memory: a parameter
-that shares its storage with a buffer is not stable.
-"""
+"""Calls before the steps of optimizers, by PyTorch's global hook."""
 
 from __future__ import annotations
 
@@ -12,34 +7,10 @@ from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from limpet import lazy_torch
-from limpet.state.walk import (
-    find_stable_storages,
-    modules_in,
-    optimizers_in,
-    parameters_and_slots,
-    parameters_of,
-    storage_address,
-)
+from limpet.state.walk import parameters_of, storage_address
 
 if TYPE_CHECKING:
     import torch
-
-    from limpet.state.flatten import FlatState
-
-
-def find_stable_leaves(state: dict[str, Any], flat: FlatState) -> set[str]:
-    """Return the keys of the leaves of ``flat`` that are unchanged until an optimizer in ``state``
-    steps, without those that have no elements or that ``flatten`` had to copy."""
-    torch = lazy_torch.torch_or_none()
-    if torch is None:
-        return set()
-    stable = find_stable_storages(parameters_and_slots(optimizers_in(state)), modules_in(state))
-    return {
-        leaf.key
-        for leaf in flat.leaves
-        if isinstance(leaf.source, torch.Tensor) and storage_address(leaf.source) in stable
-    }
 
 
 class StepPreHook:

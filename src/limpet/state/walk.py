@@ -1,4 +1,10 @@
-"""Walks over the containers of a state: find and copy members, and the memory that they use."""
+"""Walks over the containers of a state: find and copy members, and the memory that they use.
+
+*Stable* is the memory of parameters and slots that does not change between two optimizer steps.
+Forward and backward passes may change everything else: buffers, scales of FP8, plain tensors,
+random generators, and embeddings with ``max_norm``. A parameter that shares its storage with a
+buffer is not stable.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +78,20 @@ def slots_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
         if {*map(type, slots)} <= {torch.Tensor}:
             return slots
     return find_instances([*per_parameter], torch.Tensor)
+
+
+def find_stable_leaves(state: dict[str, Any], leaves: Iterable[Any]) -> set[str]:
+    """Return the keys of the ``LocalLeaf``s of a state that are unchanged until an optimizer in it
+    steps, without those that have no elements or that ``flatten`` had to copy."""
+    torch = lazy_torch.torch_or_none()
+    if torch is None:
+        return set()
+    stable = find_stable_storages(parameters_and_slots(optimizers_in(state)), modules_in(state))
+    return {
+        leaf.key
+        for leaf in leaves
+        if isinstance(leaf.source, torch.Tensor) and storage_address(leaf.source) in stable
+    }
 
 
 def find_stable_storages(
