@@ -48,7 +48,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     options = loaded_options(binding, optimizer, grouped, *members["groups"])
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
-    in_groups = {n for group in members["groups"][0]["list"] for n in _params(group, str) or ()}
+    in_groups = {*chain(*_parameters(members, "groups", str) or ())}
     others: dict[Any, Finalize] = {}  # of no parameter, or of one, but not a dict of slots
     for saved_name, slots, k in tree.children(saved, state_key):
         name = binding.live_name(saved_name)
@@ -115,12 +115,12 @@ def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) ->
         members = _name_parameters(binding, optimizer, grouped, members, key)
     if members is None:
         return lambda: optimizer
-    if _is_optimizer(members, "groups", str):
+    if len(members) == 2 and _parameters(members, "groups", str) is not None:
         (state, _), (groups, groups_key) = members["state"], members["groups"]
         node = {"dict": {"state": state, "param_groups": rename(groups, {}, groups_key)}}
     to_live = binding.live_name
     for (state, state_key), (groups, groups_key) in _named_states(node, key):
-        saved = [[*map(to_live, _params(group, str) or ())] for group in groups["list"]]
+        saved = ([*map(to_live, names)] for names in groups)
         for i, (saved_names, names) in enumerate(zip_longest(saved, grouped, fillvalue=())):
             _compare_names(binding, saved_names, names, f"{groups_key}/{i}")
         for saved_name, slots, k in tree.children(state, state_key):
@@ -131,15 +131,13 @@ def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) ->
 
 
 def _named_states(node: Any, key: str) -> Iterator[tuple[tuple[Any, str], tuple[Any, str]]]:
-    """Yield state and groups of each node of PyTorch's form, if the parameters have names."""
+    """Yield the state, and the parameters of each group, of each node of PyTorch's form whose
+    parameters have names: both with their keys."""
     inner: Members = dict(enumerate(tree.members(node, key) or ()))
     if is_dict(node):
         inner = {name: (child, k) for name, child, k in tree.children(node, key)}
-    groups: Any = inner.get("param_groups", (None, ""))[0]
-    if "state" in inner and tag_of(groups) == "list":
-        params = [_params(group, str) for group in groups["list"]]
-        if params and None not in params:
-            yield inner.pop("state"), inner.pop("param_groups")
+    if groups := _parameters(inner, "param_groups", str):
+        yield inner.pop("state"), (groups, inner.pop("param_groups")[1])
     for child, k in inner.values():
         yield from _named_states(child, k)
 
@@ -158,7 +156,7 @@ def _find_members(
         # from an optimizer with code of its own
         groups, groups_key = members.pop("param_groups")
         members["groups"] = rename(groups, {}, groups_key), f"{key}/groups"
-    if not _is_optimizer(members, "groups", str):
+    if len(members) != 2 or _parameters(members, "groups", str) is None:
         binding.note_other_kind(type(optimizer).__name__, node, key)
         return None, False
     return members, False
@@ -177,16 +175,19 @@ def _convert_numbers(optimizer: Any, loaded: list[dict[str, Any]], key: str) -> 
             )
 
 
-def _is_optimizer(members: Members, groups_name: str, kind: type) -> bool:
-    """Return True for a saved state and groups of parameters, which are names or numbers."""
-    if members.keys() != {"state", groups_name}:
-        return False
-    (state, _), (groups, _) = members["state"], members[groups_name]
-    return (
-        tag_of(state) in ("dict", "items")
-        and tag_of(groups) == "list"
-        and all(_params(group, kind) is not None for group in groups["list"])
-    )
+def _parameters(members: Members, groups_name: str, kind: type) -> list[list[Any]] | None:
+    """Return the parameters in each group of a saved optimizer, which are all names or all numbers,
+    by ``kind``. None: the members are not those of an optimizer."""
+    (state, _), (groups, _) = (members.get(name, (None, "")) for name in ("state", groups_name))
+    if not is_dict(state) or tag_of(groups) != "list":
+        return None
+    found = []
+    for group in groups["list"]:
+        params: Any = group["dict"].get("params") if tag_of(group) == "dict" else None
+        if tag_of(params) != "list" or any(type(p) is not kind for p in params["list"]):
+            return None
+        found.append(params["list"])
+    return found
 
 
 def _bind_groups(
@@ -257,18 +258,9 @@ def _is_added_later(option: str) -> bool:
 
 def _is_numbered(members: Members) -> bool:
     """Return True if a node was made from ``optimizer.state_dict()`` of PyTorch."""
-    if not _is_optimizer(members, "param_groups", int):
-        return False
-    groups, _ = members["param_groups"]
-    numbers = [n for group in groups["list"] for n in _params(group, int) or ()]
-    return len({*numbers}) == len(numbers)
-
-
-def _params(group: Any, kind: type) -> list[Any] | None:
-    """Return the parameters of a group's node if all are of a kind, else None."""
-    params = group["dict"].get("params") if tag_of(group) == "dict" else None
-    names: Any = params["list"] if params is not None and tag_of(params) == "list" else None
-    return names if names is not None and all(type(n) is kind for n in names) else None
+    numbered = _parameters(members, "param_groups", int)
+    numbers = [*chain(*numbered or ())]
+    return numbered is not None and len(members) == 2 and len({*numbers}) == len(numbers)
 
 
 def _name_parameters(
@@ -279,7 +271,7 @@ def _name_parameters(
     (state, state_key), (groups, groups_key) = members["state"], members["param_groups"]
     # the nodes of leaves name the keys of their bytes, because the names are in other keys
     state, groups = rename(state, {}, state_key), rename(groups, {}, groups_key)
-    numbers = [_params(group, int) or [] for group in groups["list"]]
+    numbers = _parameters(members, "param_groups", int) or []
     sizes, live_sizes = [*map(len, numbers)], [*map(len, grouped)]
     if sizes != live_sizes:
         binding.differences.kinds[key] = (
