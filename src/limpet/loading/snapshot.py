@@ -16,7 +16,6 @@ from msgspec import Struct
 from limpet.errors import LimpetError
 from limpet.format import torch_types, tree
 from limpet.format.names import Version
-from limpet.format.tree import LeafSpecs
 from limpet.loading.differences import Leniency
 from limpet.loading.load import load_snapshot
 from limpet.loading.targets import is_leaf, tag_of
@@ -35,7 +34,6 @@ _MAX_LISTED = 6
 
 _MAX_NAME = 80
 _CONTAINER_TAGS = ("dict", "ordered", "items", "list", "tuple", "sparse")
-_MISSING = object()
 
 
 class SubtreeView(Mapping[str, Any]):
@@ -46,9 +44,9 @@ class SubtreeView(Mapping[str, Any]):
     reads nothing, and is valid as long as the snapshot.
     """
 
-    def __init__(self, snapshot: Snapshot, leaves: LeafSpecs, key: str, node: Any) -> None:
+    def __init__(self, snapshot: Snapshot, key: str, node: Any) -> None:
         self.key = key
-        self._snapshot, self._leaves, self._node = snapshot, leaves, node
+        self._snapshot, self._node = snapshot, node
 
     @cached_property
     def _relative_keys(self) -> list[str]:
@@ -72,8 +70,8 @@ class SubtreeView(Mapping[str, Any]):
     @property
     def nbytes(self) -> int:
         """The number of bytes of the elements of its leaves."""
-        keys = (k for k, _ in tree.walk(self._node, self.key))
-        leaves = (self._leaves[k] for k in keys if k in self._leaves)
+        known = reader_of(self._snapshot).leaves
+        leaves = (known[k] for k, _ in tree.walk(self._node, self.key) if k in known)
         return sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in leaves)
 
     def __repr__(self) -> str:
@@ -94,14 +92,6 @@ def describe_members(node: Any, key: str) -> str:
     keys = [k for k, _ in tree.walk(node, key)] if members is None else [k for _, k in members]
     names = [truncate(to_printable(k.rpartition("/")[2]), _MAX_NAME) for k in keys[:_MAX_LISTED]]
     return format_list(names, _MAX_LISTED, total=len(keys)) or "empty"
-
-
-def is_container(node: Any, key: str) -> bool:
-    """Return True for a dict, a sparse tensor, and a list or tuple with a leaf in it."""
-    tag = tag_of(node)
-    if tag in ("list", "tuple"):
-        return any(is_leaf(n) for _, n in tree.walk(node, key))
-    return tag in _CONTAINER_TAGS
 
 
 def walk_containers(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -219,23 +209,23 @@ class Snapshot:
     def __getitem__(self, key: str) -> Any:
         """Return a plain value, a ``LeafView`` of a tensor or array, or a ``SubtreeView`` of the
         members below ``key``. A list or tuple of plain values is one value. Raises ``KeyError``."""
-        node = self._reader.nodes().get(key, _MISSING)
-        if node is _MISSING:
-            if key not in self._containers:
-                raise KeyError(missing_key(key, self.keys()))
-            node = self._containers[key]
-            if is_container(node, key):
-                return self._subtree(key)
-        return tree.decode(node, key, self._view)
+        nodes = self._reader.nodes()
+        if key in nodes:
+            return tree.decode(nodes[key], key, self._view)
+        if key not in self._containers:
+            raise KeyError(missing_key(key, self.keys()))
+        node = self._containers[key]
+        is_sequence = tag_of(node) in ("list", "tuple")
+        if is_sequence and not any(is_leaf(n) for _, n in tree.walk(node, key)):
+            return tree.decode(node, key, self._view)
+        return SubtreeView(self, key, node)
 
     def _view(self, node: Any, key: str) -> Any:
         """Return a view of a node that is no plain value, or the value of a type of torch."""
         if not torch_types.TAGS.isdisjoint(node):
             return torch_types.decode(node, key)
-        return self._subtree(key) if "sparse" in node else LeafView(self._reader, key, node)
-
-    def _subtree(self, key: str) -> SubtreeView:
-        return SubtreeView(self, self._reader.leaves, key, self._containers[key])
+        is_subtree = "sparse" in node
+        return SubtreeView(self, key, node) if is_subtree else LeafView(self._reader, key, node)
 
     @cached_property
     @gc_paused
