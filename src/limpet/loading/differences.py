@@ -22,7 +22,6 @@ from limpet.text import MAX_SHOWN, for_people, format_list, format_ranks, to_pri
 
 _MAX_MISMATCHES_SHOWN = 5
 
-
 _TOLERABLE = {"missing": "keep", "unexpected": "ignore", "mismatched": "keep"}
 
 
@@ -83,20 +82,17 @@ class Differences:
     options: list[str] = field(default_factory=list)  # of live optimizers; no error
     ranks: list[int] = field(default_factory=list)  # whose states differ; empty: all
     saved_ranks: dict[str, list[int]] = field(default_factory=dict)  # of per-rank values
-    loaded_ranks: dict[str, list[int]] = field(default_factory=dict)  # combined: those that differ
+    reassigned: dict[str, str] = field(default_factory=dict)  # those that other ranks load
 
-    def combine_ranks(self, collective: Collective) -> None:
-        """Replace these with those of all ranks, before any reads, so that all raise one error. A
-        key is unexpected only if no rank expects it: it may be of another pipeline stage."""
+    def of_all_ranks(self, collective: Collective) -> Differences:
+        """Return those of all ranks, before any reads, so that all raise one error. A key is
+        unexpected only if no rank expects it: it may be of another pipeline stage."""
         if collective.size == 1:
-            if self.saved_ranks:
-                self._keep_reassigned([(self, [collective.rank])])
-            return
+            self._note_reassigned([(self, [collective.rank])])
+            return self
         encoded = collective.gather(self._encode(), bytes)
         combined = None if encoded is None else self._combine(encoded)
-        result = _DIFFERENCES.decode(zlib.decompress(collective.broadcast(combined, bytes)))
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(result, name))
+        return _DIFFERENCES.decode(zlib.decompress(collective.broadcast(combined, bytes)))
 
     def _encode(self) -> bytes:
         return zlib.compress(msgspec.json.encode(self))
@@ -110,7 +106,7 @@ class Differences:
             for raw, ranks in ranks_by_message.items()
         ]
         combined = Differences()
-        combined._keep_reassigned(groups)
+        combined._note_reassigned(groups)
         on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
         combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
         for name in ("missing", "growing", "objects", "options"):
@@ -124,29 +120,25 @@ class Differences:
         combined.ranks = sorted(combined.ranks) if len(combined.ranks) < len(encoded) else []
         return combined._encode()
 
-    def _keep_reassigned(self, groups: Sequence[tuple[Differences, list[int]]]) -> None:
-        """Keep only the per-rank values that are loaded by other ranks than saved them. ``groups``:
+    def _note_reassigned(self, groups: Sequence[tuple[Differences, list[int]]]) -> None:
+        """Record the per-rank values that are loaded by other ranks than saved them. ``groups``:
         the differences of all ranks, each with the ranks that have them."""
         saved_ranks: dict[str, list[int]] = {}
         loaded_ranks: defaultdict[str, list[int]] = defaultdict(list)
         for one, ranks in groups:
             saved_ranks |= one.saved_ranks
             for key in one.saved_ranks:
-                loaded_ranks[key] += ranks
-        for ranks in loaded_ranks.values():
-            ranks.sort()
-        self.saved_ranks = {
-            k: saved for k, saved in saved_ranks.items() if saved != loaded_ranks[k]
-        }
-        self.loaded_ranks = {key: loaded_ranks[key] for key in self.saved_ranks}
+                loaded_ranks[key] = sorted([*loaded_ranks[key], *ranks])
+        for key, saved in saved_ranks.items():
+            if saved != (loaded := loaded_ranks[key]):
+                text = f"(saved by {format_ranks(saved)}, loaded by {format_ranks(loaded)})"
+                self.reassigned[key] = text
 
     def describe_reassigned(self) -> str:
         """Describe the per-rank values that are loaded by other ranks than saved them."""
-        keys_by_text: dict[str, list[tuple[str, int]]] = {}
-        for key, saved in self.saved_ranks.items():
-            loaded = self.loaded_ranks[key]
-            text = f"(saved by {format_ranks(saved)}, loaded by {format_ranks(loaded)})"
-            keys_by_text.setdefault(text, []).append((key, 1))
+        keys_by_text: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+        for key, text in self.reassigned.items():
+            keys_by_text[text].append((key, 1))
         return "; ".join(f"{format_keys(keys)} {text}" for text, keys in keys_by_text.items())
 
     def raise_if_any(self, url: str, node: tree.Node, leniency: Leniency = STRICT) -> None:
@@ -204,6 +196,21 @@ class Differences:
             mismatched=tuple(shapes),
             dtypes=tuple(self.dtypes),
         )
+
+    def report(
+        self, snapshot: SnapshotReader, saved: Sequence[str], renames: Mapping[str, str]
+    ) -> LoadReport:
+        """Return the report of a load that tolerated these. ``saved``: the selected keys of the
+        snapshot, after ``renames``."""
+        shapes: dict[str, str] = {}
+        for key, text in self.shapes.items():
+            shapes[key] = text if text.startswith(SLOT_OF) else f"saved {text}"
+        left_out = {*self.unexpected, *shapes}
+        if left_out:  # a sparse tensor is kept as a whole, but saved in parts
+            saved = [key for key in saved if left_out.isdisjoint(key_prefixes(key))]
+        kept = dict.fromkeys((*self.missing, *self.options), MISSING) | shapes
+        ignored = (*self.unexpected, *snapshot.left_out)
+        return LoadReport(snapshot.url, tuple(saved), kept, ignored, self.casts, dict(renames))
 
 
 def _option(option: str, tolerated: KeyFilter, keys: Iterable[str]) -> str:
@@ -283,32 +290,6 @@ class LoadReport:
     ignored: Sequence[str]
     cast: Mapping[str, str]
     renamed: Mapping[str, str]
-
-    @classmethod
-    def from_differences(
-        cls,
-        snapshot: SnapshotReader,
-        saved: Sequence[str],
-        differences: Differences,
-        renames: Mapping[str, str],
-    ) -> LoadReport:
-        """Return the report of a load whose differences were tolerated. ``saved``: the selected
-        keys of the snapshot, after ``renames``."""
-        shapes: dict[str, str] = {}
-        for key, text in differences.shapes.items():
-            shapes[key] = text if text.startswith(SLOT_OF) else f"saved {text}"
-        left_out = {*differences.unexpected, *shapes}
-        if left_out:  # a sparse tensor is kept as a whole, but saved in parts
-            saved = [key for key in saved if left_out.isdisjoint(key_prefixes(key))]
-        kept = dict.fromkeys((*differences.missing, *differences.options), MISSING) | shapes
-        return cls(
-            snapshot.url,
-            tuple(saved),
-            kept,
-            (*differences.unexpected, *snapshot.left_out),
-            dict(differences.casts),
-            dict(renames),
-        )
 
     @property
     def is_complete(self) -> bool:

@@ -26,7 +26,7 @@ from limpet.loading.binder import bind_state
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.differences import STRICT, Differences, Leniency, LoadReport, no_match_error
 from limpet.loading.shared_memory import check_shared_memory
-from limpet.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
+from limpet.loading.shared_read import SharedReader, open_shared_reader
 from limpet.loading.targets import Finalize, LoadTargets, device_chooser
 from limpet.ranks.collective import Collective, await_all
 from limpet.ranks.group import Group
@@ -55,13 +55,7 @@ def load_snapshot(
         pin = snapshot.pin_while_reading() if group.rank == 0 else nullcontext()
         with collective, enough_memory(f"the load of {snapshot.location.name}"), pin:
             targets = LoadTargets(snapshot, device_chooser(device))
-            is_shared = group.size > 1 and is_worth_sharing(snapshot)
-            is_shared = collective.broadcast(is_shared if group.rank == 0 else None, bool)
-            with (
-                open_shared_reader(snapshot, collective)
-                if is_shared
-                else nullcontext(snapshot) as reader
-            ):
+            with open_shared_reader(snapshot, collective) as reader:
                 return _load(reader, into, keys, targets, leniency, collective)
     finally:
         collective.close()
@@ -148,8 +142,7 @@ def _bind(
         binding = Binding(targets, selected, names, collective.rank, leniency, resized, shared)
         finalize = bind_state(binding, into, tree)
         check_shared_memory(binding.claims, snapshot)
-        binding.differences.combine_ranks(collective)
-        return finalize, binding.differences
+        return finalize, binding.differences.of_all_ranks(collective)
 
     finalize, found = bind_once({}, frozenset())
     taken = frozenset(found.growing).intersection(found.unexpected)
@@ -163,5 +156,5 @@ def _bind(
     if keys is not None and not (targets.requests or saved):
         raise no_match_error(snapshot, keys)
     found.raise_if_any(snapshot.url, tree, leniency)
-    report = LoadReport.from_differences(snapshot, saved, found, leniency.rename)
+    report = found.report(snapshot, saved, leniency.rename)
     return finalize, report, found.describe_reassigned()

@@ -39,16 +39,11 @@ from limpet.snapshot.chunks import (
 )
 from limpet.snapshot.index_files import parse_index
 from limpet.snapshot.reader import SnapshotReader
-from limpet.threads import Workers, gc_paused, no_op
+from limpet.threads import gc_paused, no_op
 from limpet.types import BLOCK_SIZE, MIB
 
 MIN_SHARED_BYTES = 16 * MIB
 """Each rank reads a snapshot with fewer bytes by itself, which takes less time than to connect."""
-
-
-def is_worth_sharing(snapshot: SnapshotReader) -> bool:
-    """Return True if ranks of one host should read the snapshot together."""
-    return snapshot.nbytes + snapshot.referred_bytes >= MIN_SHARED_BYTES
 
 
 @contextmanager
@@ -56,7 +51,12 @@ def open_shared_reader(
     snapshot: SnapshotReader, collective: Collective
 ) -> Iterator[SnapshotReader | SharedReader]:
     """Yield a reader with which the ranks of this host read the snapshot together. Yield the
-    snapshot itself if this host has no other rank, or if its ranks cannot share memory."""
+    snapshot itself if it is small, if this host has no other rank, or if they cannot share memory.
+    """
+    nbytes = snapshot.nbytes + snapshot.referred_bytes
+    if not collective.broadcast(collective.size > 1 and nbytes >= MIN_SHARED_BYTES, bool):
+        yield snapshot
+        return
     with connect_host_peers(collective, snapshot.url) as peers:
         yield snapshot if peers is None else SharedReader(snapshot, peers)
 
@@ -154,22 +154,14 @@ class SharedReader:
             shared_items, unshared = _split_shared(plan, indexes, counts, max_length)
             sizes = [item.stop - item.start for item in shared_items]
             readers = assign_readers(sizes, len(self._peers.ranks))
-            groups = self._group_own_items(shared_items, readers, workers)
+            numbers = {shared_items[i]: i for i in self._peers.own_items(readers)}
+            batches = merge_items(location, indexes, [*numbers], workers, len(shared_items))
+            groups = [[numbers[item] for item in batch] for batch in batches]
             count_writes(targets)
             is_shared = self._peers.exchange(sizes, readers, groups, read, consume)
             own_plan = read_plan.ReadPlan(tuple(unshared)) if is_shared else plan
             execute_read_plan(location, own_plan, indexes, targets, workers)
         self._snapshot.checked_headers.update(plan.headers)
-
-    def _group_own_items(
-        self, items: Sequence[read_plan.ReadItem], readers: Sequence[int], workers: Workers
-    ) -> list[list[int]]:
-        """Return the numbers of the items that this rank reads, in groups for one request each."""
-        numbers = {items[number]: number for number in self._peers.own_items(readers)}
-        groups = merge_items(
-            self._snapshot.location, self._snapshot.indexes(), [*numbers], workers, len(items)
-        )
-        return [[numbers[item] for item in group] for group in groups]
 
     def _count_requesters(
         self, plan: read_plan.ReadPlan, indexes: Sequence[ShardIndex]

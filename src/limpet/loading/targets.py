@@ -23,7 +23,6 @@ from limpet.types import Box
 Finalize = Callable[[], Any]
 """A function to call after the bytes are read. It returns the value for the loaded state."""
 
-LEAF_NODE_TAGS = frozenset(tree.LEAF_TAGS)
 BYTE_TAGS = frozenset({*tree.LEAF_TAGS, "tied"})
 
 
@@ -50,8 +49,7 @@ class LoadTargets:
     def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """Return the key under which a leaf's bytes are stored, and the node that describes it."""
         source = node.get("tied", key)
-        is_reference = LEAF_NODE_TAGS.isdisjoint(node)
-        return source, self.snapshot.nodes()[source] if is_reference else node
+        return source, self.snapshot.nodes()[source] if tag_of(node) == "tied" else node
 
     def add(self, source: str, into: Any, box: Box | None = None) -> None:
         """Request that the leaf, or a box of it, is read into ``into``."""
@@ -163,7 +161,7 @@ def tag_of(node: Any) -> Any:
 
 def is_leaf(node: Any) -> bool:
     """Return True for the node of a leaf or of a tensor that is tied to one."""
-    return type(node) is dict and not BYTE_TAGS.isdisjoint(node)
+    return tag_of(node) in BYTE_TAGS
 
 
 # -- devices ---------------------------------------------------------------------------------------

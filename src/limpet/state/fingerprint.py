@@ -15,9 +15,6 @@ from limpet.state.memory_ranges import group_ranges, read_ranges
 if TYPE_CHECKING:
     import torch
 
-SampledBytes = tuple[bytes, list[Any]]
-"""The sampled bytes of CPU tensors, and those of the other tensors: one uint8 tensor per device."""
-
 _SAMPLE_BYTES = 64
 _MAX_DEVICE_TENSORS = 256
 
@@ -36,10 +33,9 @@ class Fingerprint:
         device_tensors = [t for t in tensors if not (t.is_cpu or t.is_conj() or t.is_neg())]
         stride = max(1, ceil(len(device_tensors) / _MAX_DEVICE_TENSORS))
         self._device_tensors = device_tensors[::stride]
-        self._recorded: SampledBytes = (b"", [])
+        self._recorded: tuple[bytes, list[Any]] = (b"", [])
 
     def record(self) -> None:
-        """Record the current bytes."""
         self._recorded = self._sample()
 
     def has_changed(self) -> bool:
@@ -49,7 +45,8 @@ class Fingerprint:
         pairs = zip(on_devices, self._recorded[1], strict=True)  # empty if torch is not loaded
         return on_cpu != self._recorded[0] or not all(torch.equal(a, b) for a, b in pairs)
 
-    def _sample(self) -> SampledBytes:
+    def _sample(self) -> tuple[bytes, list[Any]]:
+        """Return the bytes of CPU tensors, and one uint8 tensor with those of each device."""
         on_cpu = b"".join(map(np.ndarray.tobytes, read_ranges(self._cpu_windows)))
         return on_cpu, _sample_on_device(self._device_tensors)
 
@@ -87,34 +84,30 @@ def _sample_on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat(samples) for samples in samples_by_device.values()]
 
 
-class ModuleStructure:
-    """Changes with the submodules, parameters, hooks, and the number of buffers of modules."""
-
-    def __init__(self, roots: list[torch.nn.Module]) -> None:
-        members: list[Any] = []
-        counts: list[int] = []
-        pending: list[Any] = list(roots)
-        while pending:
-            sub = pending.pop()
-            if sub is not None:
-                members.append(sub)
-                attributes = sub.__dict__  # faster than each attribute of the module
-                if hooks := attributes["_state_dict_hooks"]:
-                    counts.append(len(hooks))
-                if hooks := attributes["_state_dict_pre_hooks"]:
-                    counts.append(-len(hooks))
-                if buffers := attributes["_buffers"]:
-                    counts.append(len(buffers))
-                if parameters := attributes["_parameters"]:
-                    members += parameters.values()
-                if submodules := attributes["_modules"]:
-                    counts.append(len(submodules))
-                    pending += submodules.values()
-                counts.append(0)
-        self.members, self.counts = members, counts
-
-    def is_equal(self, other: ModuleStructure) -> bool:
-        return self.counts == other.counts and are_same(self.members, other.members)
+def module_structure(roots: list[torch.nn.Module]) -> tuple[list[Any], list[int]]:
+    """Return the submodules and the parameters of modules, and numbers that change with these, with
+    the hooks, and with the number of buffers."""
+    members: list[Any] = []
+    counts: list[int] = []
+    pending: list[Any] = list(roots)
+    while pending:
+        sub = pending.pop()
+        if sub is not None:
+            members.append(sub)
+            attributes = sub.__dict__  # faster than each attribute of the module
+            if hooks := attributes["_state_dict_hooks"]:
+                counts.append(len(hooks))
+            if hooks := attributes["_state_dict_pre_hooks"]:
+                counts.append(-len(hooks))
+            if buffers := attributes["_buffers"]:
+                counts.append(len(buffers))
+            if parameters := attributes["_parameters"]:
+                members += parameters.values()
+            if submodules := attributes["_modules"]:
+                counts.append(len(submodules))
+                pending += submodules.values()
+            counts.append(0)
+    return members, counts
 
 
 def are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -22,7 +22,6 @@ from limpet.format import torch_types
 from limpet.format import tree as nodes
 from limpet.format.names import escape_level, join_key, to_dotted
 from limpet.format.rejected import NOT_PLAIN, nested_too_deeply, rejections_within, unsupported
-from limpet.lazy_torch import torch_or_none
 from limpet.state import modules, optimizers
 from limpet.state.arrays import (
     LIBRARIES,
@@ -138,10 +137,8 @@ def flatten(state: Mapping[str, Any], rank: int = 0) -> FlatState:
         expected = 'a dict, such as {"model": model, "optimizer": optimizer}'
         found = with_article(type(state).__name__)
         raise Unsupported(f"The state must be {expected}, not {found}")
-    flattener = _Flattener(rank, FlatState(names=ParameterNames(state)))
-    torch = torch_or_none()
-    if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
-        flattener.replication_by_address = find_ddp_replication(state)
+    names = ParameterNames(state)
+    flattener = _Flattener(rank, FlatState(names=names), find_ddp_replication(state))
     try:
         flattener.flat.tree = nodes.encode_root(state, "", flattener.encode_value)
     except RecursionError as e:

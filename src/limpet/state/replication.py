@@ -18,7 +18,7 @@ def find_ddp_replication(state: Any) -> dict[int, Replication]:
     """Return by address how the ranks replicate what DDP synchronizes: parameters and their slots,
     and buffers if it broadcasts them. Raises ``Unsupported`` for flat parameters of FSDP1."""
     torch = lazy_torch.torch_or_none()
-    if torch.distributed.get_world_size() == 1:
+    if lazy_torch.rank_and_world_size()[1] == 1:
         return {}
     replication: dict[int, Replication] = {}
     ddp_parameter_ids: set[int] = set()

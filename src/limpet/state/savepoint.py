@@ -21,9 +21,9 @@ from limpet import lazy_torch
 from limpet.state import modules, optimizers, walk
 from limpet.state.arrays import library_of, part_library
 from limpet.state.copy_pool import CopyPool, is_plain
-from limpet.state.fingerprint import Fingerprint, ModuleStructure, are_same
+from limpet.state.fingerprint import Fingerprint, are_same, module_structure
 from limpet.state.flatten import FlatState, ParameterNames, flatten
-from limpet.state.memory_ranges import read_ranges
+from limpet.state.memory_ranges import group_ranges, read_ranges
 from limpet.state.replication import PerRank, Replicated, keeps_per_rank
 from limpet.state.step_hooks import StepPreHook
 from limpet.threads import Latch
@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 _NO_SAVEPOINT = "no step has been completed yet"
-_INTERRUPTED = "the copy of the mutable state was interrupted"
-_STEP_BEGAN = "the optimizer had begun the next step"
-_PARAMETER_CHANGED = "a parameter was changed outside of an optimizer step"
 _STRUCTURE_CHANGED = "the structure of the state changed"
-_LOAD_BEGAN = "a load into the state had begun"
-_TOO_EXPENSIVE = "copies of the state take too long compared to a step"
 
 
 class _Invalidated(Exception):
@@ -77,11 +72,13 @@ class Savepoint:
             return self._invalid_reason
         if not self._structure.is_that_of(self.state):
             return _STRUCTURE_CHANGED
-        return _PARAMETER_CHANGED if self._structure.has_changed_elements() else None
+        if self._structure.has_changed_elements():
+            return "a parameter was changed outside of an optimizer step"
+        return None
 
     def capture(self, label: Any = None, max_bytes: float = inf) -> None:
         """Copy what may change before the next optimizer step. Raises ``TooManyBytes``."""
-        self._invalidate(_INTERRUPTED)
+        self._invalidate("the copy of the mutable state was interrupted")
         self._copies.max_bytes = max_bytes
         self.label, self._captured = label, None
         if not self._structure.is_that_of(self.state):  # the first step creates the slots
@@ -99,12 +96,12 @@ class Savepoint:
 
     def invalidate(self) -> None:
         """Discard the savepoint, because a load is about to overwrite the live state."""
-        self._invalidate(_LOAD_BEGAN)
+        self._invalidate("a load into the state had begun")
         self._captured = self.label = None
 
     def free(self) -> None:
         """Discard the savepoint and its copies, because they are too expensive."""
-        self._invalidate(_TOO_EXPENSIVE)
+        self._invalidate("copies of the state take too long compared to a step")
         self._captured, self._copies, self.label = None, CopyPool(), None
 
     def hold(self) -> bool:
@@ -156,7 +153,7 @@ class Savepoint:
         self._captured, self._copies, self._structure = None, CopyPool(), _Structure({})
 
     def _on_step_begin(self) -> None:
-        self._invalidate(self._invalid_reason or _STEP_BEGAN)
+        self._invalidate(self._invalid_reason or "the optimizer had begun the next step")
 
     def _capture_value(self, value: Any, depth: int) -> Any:
         """Return the value in a form that does not change before the next optimizer step."""
@@ -250,7 +247,7 @@ class _Structure:
         ]
         self._fingerprint = Fingerprint(self._stable_tensors)
         self._version_counters: list[int] = []
-        self._signature = ModuleStructure(self._modules)
+        self._members, self._counts = module_structure(self._modules)
         self._addresses = _read_addresses(self._stable_tensors)
         stable_addresses = frozenset(self._addresses)
         self.mutable_members = {
@@ -266,12 +263,14 @@ class _Structure:
 
     def is_that_of(self, state: dict[str, Any]) -> bool:
         """Return True if the state has the same objects, and the same stable memory."""
+        members, counts = module_structure(self._modules)
         return (
             walk.optimizers_in(state) == self._optimizers
             and walk.modules_in(state) == self._modules
             and are_same(walk.parameters_and_slots(self._optimizers), self._owned_tensors)
             and _read_addresses(self._stable_tensors) == self._addresses
-            and ModuleStructure(self._modules).is_equal(self._signature)
+            and counts == self._counts
+            and are_same(members, self._members)
         )
 
     def record_elements(self) -> None:
@@ -397,23 +396,17 @@ class MemberCopies:
         """Allocate the copies of the small members, of each size in one array."""
         torch: Any = lazy_torch.torch_or_none()
         self._small, self._others = [], []
-        by_size: dict[int, list[int]] = {}
         for i, t in enumerate(tensors):
             is_small = 0 < t.nbytes <= _MAX_RANGE_BYTES and not t.is_complex()
-            if is_small and is_plain(t) and lazy_torch.dtype_name(t.dtype) is not None:
-                by_size.setdefault(t.nbytes, []).append(len(self._small))
-                self._small.append(i)
-            else:
-                self._others.append(i)
-        copies: dict[int, Any] = {}
-        self._groups = []
-        for size, positions in by_size.items():
+            is_copied = is_small and is_plain(t) and lazy_torch.dtype_name(t.dtype) is not None
+            (self._small if is_copied else self._others).append(i)
+        small = [tensors[i] for i in self._small]
+        self._groups, self._copies = [], [None] * len(small)
+        for size, positions in group_ranges((i, t.nbytes) for i, t in enumerate(small)):
             memory = np.empty((len(positions), size), np.uint8)
-            self._groups.append((memory.view(f"V{size}").reshape(-1), np.array(positions)))
-            for row, position in zip(torch.from_numpy(memory), positions, strict=True):
-                t = tensors[self._small[position]]
-                copies[position] = row.view(t.dtype).view(t.shape)
-        self._copies = [copies[i] for i in range(len(self._small))]
+            self._groups.append((memory.view(f"V{size}").reshape(-1), positions))
+            for row, i in zip(torch.from_numpy(memory), positions.tolist(), strict=True):
+                self._copies[i] = row.view(small[i].dtype).view(small[i].shape)
 
 
 def find_mutable_members(
