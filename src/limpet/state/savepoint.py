@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from limpet import lazy_torch
 from limpet.state import modules, optimizers, walk
-from limpet.state.arrays import library_of, part_library
+from limpet.state.arrays import library_of
 from limpet.state.copy_pool import CopyPool, is_plain
 from limpet.state.fingerprint import Fingerprint, are_same, module_structure
 from limpet.state.flatten import FlatState, ParameterNames, flatten
@@ -90,7 +90,7 @@ class Savepoint:
         self._copies.recycle(self._structure.stable_storages)
         state = walk.as_dict(self.state)
         self._memo, self._names = {}, ParameterNames(state)
-        self._captured = walk.map_containers(state, self._capture_value, self._memo)
+        self._captured = self._capture(state)
         self._memo = {}
         self._invalid_reason = None
 
@@ -155,6 +155,9 @@ class Savepoint:
     def _on_step_begin(self) -> None:
         self._invalidate(self._invalid_reason or "the optimizer had begun the next step")
 
+    def _capture(self, value: Any, depth: int = 0) -> Any:
+        return walk.map_containers(value, self._capture_value, self._memo, depth)
+
     def _capture_value(self, value: Any, depth: int) -> Any:
         """Return the value in a form that does not change before the next optimizer step."""
         if (library := library_of(type(value))) is not None:
@@ -162,44 +165,32 @@ class Savepoint:
         if isinstance(value, set | bytearray):
             return copy(value)
         if isinstance(value, PerRank | Replicated):
-            return type(value)(
-                walk.map_containers(value.value, self._capture_value, self._memo, depth + 1)
-            )
+            return type(value)(self._capture(value.value, depth + 1))
         if modules.is_module(value):
             return self._capture_module(value, depth)
         if optimizers.is_standard_optimizer(value):
             if id(value) not in self._structure.stable_optimizer_ids:
                 state = optimizers.optimizer_state(value, self._names.name_of, "")
-                return walk.map_containers(state, self._capture_value, self._memo, depth)
+                return self._capture(state, depth)
             return self._capture_options(value, depth)
         if modules.is_stateful(value) and not isinstance(value, type):
             state = optimizers.name_parameters(value, value.state_dict(), self._names.name_of, "")
-            state = walk.map_containers(state, self._capture_value, self._memo, depth + 1)
+            state = self._capture(state, depth + 1)
             return PerRank(state) if keeps_per_rank(value) else state
         return value
 
     def _capture_module(self, module: torch.nn.Module, depth: int) -> Any:
         mutable_members = self._structure.mutable_members.get(id(module))
         if mutable_members is None:
-            return walk.map_containers(
-                modules.unwrap_state(module, modules.state_dict_of(module, ""), ""),
-                self._capture_value,
-                self._memo,
-                depth,
-            )
+            state = modules.unwrap_state(module, modules.state_dict_of(module, ""), "")
+            return self._capture(state, depth)
         custom, member_copies = mutable_members
         members: dict[str, Any] = {}
         for prefix, sub in custom:
             sub._save_to_state_dict(members, prefix, False)
-        copies = member_copies.copy(self._copies)
-        if copies is None:
-            copies = {}
-            for prefix, sub, _ in member_copies.submodules:
-                sub._save_to_state_dict(members, prefix, False)
-        captured = copies | {
-            name: walk.map_containers(v, self._capture_value, self._memo, depth)
-            for name, v in members.items()
-        }
+        copies, others = member_copies.copy(self._copies)
+        members |= others
+        captured = copies | {name: self._capture(v, depth) for name, v in members.items()}
         stable_storages = self._structure.stable_storages
 
         def merge_live_state(name_of: optimizers.NameOf) -> dict[str, Any]:
@@ -217,7 +208,7 @@ class Savepoint:
     def _capture_options(self, optimizer: torch.optim.Optimizer, depth: int) -> Any:
         """Copy the options of an optimizer's parameter groups, because its slots are stable."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        captured = walk.map_containers(groups, self._capture_value, self._memo, depth)
+        captured = self._capture(groups, depth)
 
         def merge_live_state(name_of: optimizers.NameOf) -> dict[str, Any]:
             state = optimizers.optimizer_state(optimizer, name_of, "")
@@ -331,7 +322,7 @@ class MemberCopies:
     def __init__(
         self, submodules: list[tuple[str, Any, bool]], stable_addresses: frozenset[int]
     ) -> None:
-        self.submodules = submodules
+        self._submodules = submodules
         self._stable_addresses = stable_addresses
         self._metadata: list[Any] | None = None
         self._small: list[int] = []
@@ -339,13 +330,14 @@ class MemberCopies:
         self._copies: list[Any] = []
         self._groups: list[tuple[NDArray[np.void], NDArray[np.int64]]] = []
 
-    def copy(self, pool: CopyPool) -> dict[str, Any] | None:
-        """Return a copy of each member by its name, or None if some need ``pool``, one by one. Each
-        call overwrites the small copies of the call before it."""
-        names, tensors = self._find_members()
+    def copy(self, pool: CopyPool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a copy of each member by its name, and the members that must be copied one by one.
+        Each call overwrites the copies of the call before it."""
+        members = self._find_members()
+        names, tensors = [*members], [*members.values()]
         torch: Any = lazy_torch.torch_or_none()
         if not {*map(type, tensors)} <= {torch.Tensor, torch.nn.Parameter}:
-            return None
+            return {}, members
         try:
             addresses = [*map(torch.Tensor.data_ptr, tensors)]
             metadata = [
@@ -354,7 +346,7 @@ class MemberCopies:
                 *map(torch.Tensor.is_neg, tensors),
             ]
         except (RuntimeError, NotImplementedError):  # a sparse or nested tensor
-            return None
+            return {}, members
         if metadata != self._metadata:
             self._metadata = None  # in case the next line is interrupted
             self._allocate(tensors)
@@ -366,31 +358,25 @@ class MemberCopies:
             self._stable_addresses.isdisjoint(addresses)
             and pool.add_copies(addresses, self._copies)
         ):
-            return None
+            return {}, members
         table = np.array(addresses, np.int64)
         for copies, positions in self._groups:
             (copies[:],) = read_ranges([(copies.itemsize, table[positions])])
-        copy_tensor = part_library(torch.Tensor).copy
-        copied = {name: copy_tensor(t, pool) for name, t in others.items()}
-        return copied | dict(zip(names, self._copies, strict=True))
+        return dict(zip(names, self._copies, strict=True)), others
 
-    def _find_members(self) -> tuple[list[str], list[Any]]:
-        """Return the names and the tensors of the members that ``state_dict`` returns now."""
-        names: list[str] = []
-        tensors: list[Any] = []
-        for prefix, sub, with_parameters in self.submodules:
-            members = sub._buffers
+    def _find_members(self) -> dict[str, Any]:
+        """Return the members by their names, as ``state_dict`` returns them now."""
+        found: dict[str, Any] = {}
+        for prefix, sub, with_parameters in self._submodules:
             transient = sub._non_persistent_buffers_set
-            for name, member in members.items():
+            for name, member in sub._buffers.items():
                 if member is not None and name not in transient:
-                    names.append(prefix + name)
-                    tensors.append(member)
+                    found[prefix + name] = member
             if with_parameters:
                 for name, member in sub._parameters.items():
                     if member is not None:
-                        names.append(prefix + name)
-                        tensors.append(member)
-        return names, tensors
+                        found[prefix + name] = member
+        return found
 
     def _allocate(self, tensors: Sequence[Any]) -> None:
         """Allocate the copies of the small members, of each size in one array."""
