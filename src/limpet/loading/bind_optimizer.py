@@ -530,7 +530,8 @@ def add_slot(
     is_plain = type(parameter) in part_library(type(parameter)).plain_types
     like = None
     if is_plain or sharding.is_dtensor(parameter):
-        like = parameter, binding.saved_orders.get(owner.saved_name, [])
+        _, order = binding.saved_leaves.get(owner.saved_name, ("", []))
+        like = parameter, order
     return binding.targets.add_fresh(node, key, device, like, dtype)
 
 
@@ -555,9 +556,8 @@ def _converted_dtype(
     saved in the parameter's dtype, as PyTorch does. Numbers and higher precision keep theirs."""
     if not (binding.leniency.cast and shape):
         return None
-    parameter = owner.parameter
-    library = part_library(type(parameter))
-    _, live = library.describe(parameter)
-    if live == stored or binding.saved_dtypes.get(owner.saved_name) != stored:
-        return None
-    return live if library.can_cast(stored, parameter) else None
+    saved, _ = binding.saved_leaves.get(owner.saved_name, ("", []))
+    library = part_library(type(owner.parameter))
+    _, live = library.describe(owner.parameter)
+    is_cast = live != stored == saved and library.can_cast(stored, owner.parameter)
+    return live if is_cast else None

@@ -218,16 +218,12 @@ class Binding:
         return number_renames({old.replace("/", "."): new for old, new in renames})
 
     @cached_property
-    def saved_orders(self) -> dict[Any, list[Any]]:
-        """The unusual orders of dimensions in memory, by the names as parameters."""
-        nodes = self.targets.snapshot.nodes()
-        order_of = {key: nodes[key].get("tensor", ())[2:] for key in self.targets.snapshot.leaves}
-        return {to_dotted(key): order for key, order in order_of.items() if order}
-
-    @cached_property
-    def saved_dtypes(self) -> dict[Any, str]:
-        """The dtypes of the saved leaves, by their names as parameters."""
-        return {to_dotted(key): dtype for key, (dtype, _) in self.targets.snapshot.leaves.items()}
+    def saved_leaves(self) -> dict[Any, tuple[str, list[Any]]]:
+        """The dtype of each leaf, and its order of dimensions in memory if that is unusual, by the
+        leaf's name as a parameter."""
+        nodes, leaves = self.targets.snapshot.nodes(), self.targets.snapshot.leaves
+        orders = {key: nodes[key].get("tensor", [])[2:] for key in leaves}
+        return {to_dotted(key): (dtype, orders[key]) for key, (dtype, _) in leaves.items()}
 
     @cached_property
     def resized_names(self) -> dict[str | None, str]:

@@ -201,12 +201,9 @@ class _Flattener:
         first = isinstance(value, Replicated)
         self.forced_replication = Replication.FROM_FIRST if first else Replication.REPLICATED
         own_key = key if first else join_key(key, str(self.rank))
+        inner = value.value if isinstance(value, PerRank | Replicated) else value
         try:
-            node = (
-                nodes.encode(value.value, own_key, self.encode_value, depth + 1)
-                if isinstance(value, PerRank | Replicated)
-                else self._encode_object(value, own_key, depth + 1)
-            )
+            node = nodes.encode(inner, own_key, self.encode_value, depth + 1)
         finally:
             self.forced_replication = None
         (self.flat.from_first if first else self.flat.per_rank)[key] = node

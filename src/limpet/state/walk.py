@@ -57,11 +57,7 @@ def modules_in(state: Any) -> list[torch.nn.Module]:
 
 def parameters_and_slots(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Return the parameters of the optimizers and the tensors in their slots."""
-    tensors: list[torch.Tensor] = []
-    for optimizer in optimizers:
-        tensors += parameters_of(optimizer)
-        tensors += slots_of(optimizer)
-    return tensors
+    return [*chain.from_iterable(chain(parameters_of(o), slots_of(o)) for o in optimizers)]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
