@@ -57,21 +57,19 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
                 state_name = live.get(name, saved_name)
                 device = getattr(optimizer.state.get(state_name), "device", "cpu")
                 others[state_name] = binding.targets.add_fresh(slots, k, device)
-            continue
-        if name not in live:
+        elif name not in live:
             binding.note_unexpected([(slots, k)])
-            continue
-        if name in kept:
+        elif name in kept:
             binding.note_kept_slots(kept[name], tree.children(slots, k))
-            continue
-        slot_owner = SlotOwner(optimizer, live[name], saved_name, *options[name])
-        if numbered and _note_misfits(binding, slot_owner, name, slots, k):
-            continue
-        bound = bind_slots(binding, slot_owner, slots, k, exact)
-        if bound is None:
-            kept[name] = "a slot of another shape"
         else:
-            finalizers[name] = bound
+            owner = SlotOwner(optimizer, live[name], saved_name, *options[name])
+            if numbered and _note_misfits(binding, owner, name, slots, k):
+                continue
+            bound = bind_slots(binding, owner, slots, k, exact)
+            if bound is None:
+                kept[name] = "a slot of another shape"
+            else:
+                finalizers[name] = bound
     groups = _bind_groups(binding, optimizer, grouped, *members["groups"])
 
     def finalize() -> Any:
