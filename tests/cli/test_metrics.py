@@ -8,13 +8,11 @@ import pytest
 import limpet
 from limpet.format.names import METRICS_LOG
 from limpet.run.policy import EverySteps
-from limpet.run.run import Run
 from tests.cli.invoke import check_error_line, run_cli
-from tests.trainings import flip_bit
 
 
-def train(folder, last, log=True, **resume):
-    options = {"save": EverySteps(5), "metrics_log": log, "quiet": True}
+def train(folder, last, save=EverySteps(5), **resume):  # noqa: B008
+    options = {"save": save, "metrics_log": True, "quiet": True}
     with limpet.Checkpointer(folder, {"x": [0.0]}, **options) as ckpt:
         ckpt.resume(**resume)
         while ckpt.current_step < last:
@@ -29,7 +27,7 @@ def read_csv(folder):
     return list(csv.reader(io.StringIO(result.out)))
 
 
-def test_csv_has_a_line_for_each_step_and_the_current_lineage_first(tmp_path):
+def test_the_three_forms_have_the_current_lineage_and_the_abandoned_steps(tmp_path):
     train(tmp_path, 10)
     train(tmp_path, 7, at=5)
     header, *rows = read_csv(tmp_path)
@@ -40,81 +38,60 @@ def test_csv_has_a_line_for_each_step_and_the_current_lineage_first(tmp_path):
     assert [float(r[3]) for r in rows] == [1 / step for *_, step in expected]
     assert [r[4] for r in rows] == [str(step) for *_, step in expected]
     assert [r[5] for r in rows] == ["nan" if step % 4 == 0 else "" for *_, step in expected]
-
-
-def test_without_a_log_the_versions_have_lines(tmp_path):
-    train(tmp_path, 12, log=False)
-    Run(tmp_path).add_metrics(10, {"val": 2})
-    header, *rows = read_csv(tmp_path)
-    val = header.index("val")
-    assert [(r[2], r[val]) for r in rows] == [("5", ""), ("10", "2"), ("12", "")]
-
-
-def test_the_table_has_the_last_and_the_extreme_values(tmp_path):
-    train(tmp_path, 10)
-    train(tmp_path, 7, at=5)
     lines = [" ".join(line.split()) for line in run_cli("metrics", tmp_path).out.splitlines()]
     assert lines[0] == "branch state metric steps last step last smallest largest"
     assert "0 abandoned loss 5 10 0.1 0.1 0.1667" in lines
     assert "0 current loss 5 5 0.2 0.2 1" in lines
     assert "1 current step 2 7 7 6 7" in lines
     assert "0 current a,b \\x1b[31m 1 4 nan nan nan" in lines
-
-
-def test_json(tmp_path):
-    train(tmp_path, 2)
     document = run_cli("metrics", tmp_path, "--json").json
-    loss = {"steps": [1, 2], "values": [1.0, 0.5]}
-    (branch,) = document["branches"]
-    assert (branch["branch"], branch["current"], branch["metrics"]["loss"]) == (0, True, loss)
-    assert document["run"] == str(tmp_path)
-    assert document["damaged"] == []
+    found = [(b["branch"], b["current"], b["metrics"]["step"]) for b in document["branches"]]
+    assert found[2] == (1, True, {"steps": [6, 7], "values": [6.0, 7.0]})
+    assert [b[:2] for b in found] == [(0, False), (0, True), (1, True)]
+    assert (document["run"], document["damaged"]) == (str(tmp_path), [])
 
 
-@pytest.mark.parametrize("option", [[], ["--csv"], ["--json"]])
-def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, option):
-    train(tmp_path, 10)
-    assert run_cli("verify", tmp_path).code == 0
-    flip_bit(Run(tmp_path).store, f"{METRICS_LOG}/0.1.1.json")
-    verified = run_cli("verify", tmp_path)
-    assert verified.code == 3
-    assert f"{METRICS_LOG}/0.1.1.json" in verified.out
-    copied = run_cli("copy", tmp_path, tmp_path / "copy")
-    assert copied.code == 3
-    assert f"{METRICS_LOG}/0.1.1.json" in copied.out + copied.err
-    assert run_cli("verify", tmp_path / "copy").code == 0
-    result = run_cli("metrics", tmp_path, *option)
-    assert result.code == 3
-    text = result.out + result.err
-    assert f"{METRICS_LOG}/0.1.1.json" in text
-    assert "is damaged" in text
-    assert option == ["--json"] or "Load another version" not in text  # it is none
-    assert "0.1" in text
-
-
-def test_what_is_no_run_and_two_forms(tmp_path):
+def test_what_is_no_run_and_two_forms_and_a_run_without_a_version(tmp_path):
     check_error_line(run_cli("metrics", tmp_path / "none"), 4, "There is no run at")
-    train(tmp_path, 2)
+    train(tmp_path, 1, save=limpet.Never())
+    assert read_csv(tmp_path)[1:] == [["0", "1", "1", "1", "1"]]
     error = "--csv cannot be combined with --json"
     check_error_line(run_cli("metrics", tmp_path, "--csv", "--json"), 2, error)
 
 
-def test_a_run_that_has_logged_but_not_saved_yet(tmp_path):
-    options = {"save": limpet.Never(), "metrics_log": True, "quiet": True}
-    with limpet.Checkpointer(tmp_path, {"x": [0.0]}, **options) as ckpt:
-        ckpt.step({"loss": 1.0})
-    assert read_csv(tmp_path)[1:] == [["0", "1", "1", "1"]]
+@pytest.mark.parametrize("kind", ["bit", "newer", "other name", "empty"])
+def test_a_damaged_file_is_named_and_the_others_count(tmp_path, kind):
+    folder, copy = tmp_path / "a", tmp_path / "b"
+    train(folder, 15)
+    assert run_cli("verify", folder).code == 0
+    path = folder / METRICS_LOG / "0.1.6.json"
+    raw = path.read_bytes()
+    path.unlink()
+    path = path.with_name("0.1.7.json") if kind == "other name" else path
+    changed = {
+        "bit": bytes([*raw[:-3], raw[-3] ^ 1, *raw[-2:]]),
+        "newer": raw.replace(b'{"limpet":1,', b'{"limpet":2,'),
+        "empty": b"",
+    }
+    path.write_bytes(changed.get(kind, raw))
+    key = f"{METRICS_LOG}/{path.name}"
+    forms = [("metrics", folder, *option) for option in ([], ["--csv"], ["--json"])]
+    for command in [("verify", folder), ("copy", folder, copy), *forms]:
+        result = run_cli(*command)
+        assert (result.code, key in result.out + result.err) == (3, True), (command, result)
+    assert run_cli("verify", copy).code == 0
+    for piece in (folder, copy):
+        assert "Load another version" not in run_cli("metrics", piece).out  # it is none
+        rows = csv.DictReader(io.StringIO(run_cli("metrics", piece, "--csv").out))
+        assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 10, *range(11, 16)]
 
 
 def test_a_copy_has_the_log_and_continues_it(tmp_path):
     source, target = tmp_path / "a", tmp_path / "b"
-    train(source, 10)
-    run_cli("copy", source, target)
-    assert read_csv(target) == read_csv(source)
-    train(source, 12)
-    result = run_cli("copy", source, target)
-    assert result.code == 0
-    assert read_csv(target) == read_csv(source)
+    for last in (10, 12):
+        train(source, last)
+        assert run_cli("copy", source, target).code == 0
+        assert read_csv(target) == read_csv(source)
     train(target, 14)
     assert [r[2] for r in read_csv(target)[1:]] == [str(s) for s in range(1, 15)]
     names = {p.name for p in (target / METRICS_LOG).iterdir()}

@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import suppress
 from math import inf, nan
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -50,14 +51,10 @@ def crash(ckpt):
     raise Crash
 
 
-def read(store):
-    run = Run(store)
-    return read_steps(list_versions(run, run.listing()), metrics_log.list_files(store))
-
-
 def curves(store, metric="process"):
     """Return the steps and values of a metric, by the branch and whether it is current."""
-    pieces, problems = read(store)
+    run = Run(store)
+    pieces, problems = read_steps(list_versions(run, run.listing()), metrics_log.list_files(store))
     assert problems == {}
     found = {(p.branch, p.is_current): p.curves[metric] for p in pieces if metric in p.curves}
     return {k: dict(zip(s.tolist(), v.tolist(), strict=True)) for k, (s, v) in found.items()}
@@ -92,13 +89,12 @@ def test_every_step_is_logged_with_its_values():
 
 def test_without_the_option_there_is_no_file_and_versions_have_their_metrics():
     store = MemoryStore()
-    with logged(store, EverySteps(2), metrics_log=False) as ckpt:
-        for step in range(5):
-            ckpt.step({"loss": step + 1})
-    Run(store).add_metrics(4, {"val": 0.5, "loss": 40.0})
+    for last in (7, 12):
+        train(store, last, log=False)
+    Run(store).add_metrics(10, {"val": 0.5, "process": 40.0})
     assert log_files(store) == []
-    assert curves(store, "loss") == {(0, True): {2: 2.0, 4: 40.0, 5: 5.0}}
-    assert curves(store, "val") == {(0, True): {4: 0.5}}
+    assert curves(store) == {(0, True): {5: 0, 7: 0, 10: 40.0, 12: 0}}
+    assert curves(store, "val") == {(0, True): {10: 0.5}}
 
 
 def test_metrics_that_are_added_later_count_for_their_step():
@@ -199,31 +195,25 @@ def test_steps_that_are_made_again_count_once():
 
 def test_a_rollback_leaves_the_abandoned_steps_apart():
     store = MemoryStore()
+
+    def go_back(ckpt):
+        ckpt.wait()
+        ckpt.resume(at=5)
+        ckpt.step({"process": 3})
+        ckpt.resume()  # version_5 again: the step above is not saved
+        ckpt.step({"process": 4})
+
     train(store, 20, process=0)
     train(store, 12, process=1, at=10)
-    train(store, 8, process=2, at=5)
-    train(store, 9, process=3)
+    train(store, 11, process=2, at=10, then=go_back)
+    train(store, 9, process=5)
     assert curves(store) == {
         (0, True): steps(1, 5, 0),
         (0, False): steps(6, 20, 0),
         (1, False): steps(11, 12, 1),
-        (2, True): {**steps(6, 8, 2), 9: 3},
+        (2, False): {11: 2},
+        (3, True): {6: 4, **steps(7, 9, 5)},
     }
-
-
-def test_a_training_that_resumes_by_itself_goes_on_there():
-    store = MemoryStore()
-
-    def go_back(ckpt):
-        ckpt.wait()
-        ckpt.resume(at=10)
-        ckpt.step({"process": 1})
-        ckpt.resume()  # version_10 again: the step above is not saved
-        ckpt.step({"process": 2})
-
-    train(store, 18, then=go_back)
-    abandoned, current = steps(11, 18, 0), steps(1, 10, 0)
-    assert curves(store) == {(0, False): abandoned, (0, True): current, (1, True): {11: 2}}
 
 
 @pytest.mark.parametrize("is_written", [True, False])
@@ -243,22 +233,16 @@ def test_a_program_that_goes_back_without_a_resume(is_written):
     assert curves(store) == {(0, True): {1: 0, 2: 1}}
 
 
-def test_a_start_without_a_resume_changes_nothing_of_another_training():
-    """It is refused at its first step, and must not write either."""
+def test_a_training_that_may_not_write_logs_nothing(monkeypatch):
+    """One is refused at its first step; another one is replaced, and goes on for a while."""
+    monkeypatch.setattr(metrics_log, "_MOST_KEPT", 12)  # for when it has the run again
     store = MemoryStore()
     train(store, 10, process=1)
     refused = pytest.raises(LimpetError, match="holds versions of an earlier")
     with refused, logged(store, EverySteps(2)) as ckpt:
         ckpt.step({"process": 2})
-    assert curves(store) == {(0, True): steps(1, 10, 1)}
-
-
-def test_a_training_that_was_replaced_writes_no_more(monkeypatch):
-    monkeypatch.setattr(metrics_log, "_MOST_KEPT", 12)  # for when it has the run again
-    store = MemoryStore()
-    train(store, 10, process=1)
-    refused = pytest.raises(LimpetError, match="taken this run over")
-    with refused, logged(store, EverySteps(99)) as ckpt:
+    replaced = pytest.raises(LimpetError, match="taken this run over")
+    with replaced, logged(store, EverySteps(99)) as ckpt:
         ckpt.resume()
         ckpt.step({"process": 2})
         store.delete("writer.json")
@@ -292,39 +276,67 @@ def test_a_training_goes_on_after_another_one_has_come_and_gone():
 # -- failures --------------------------------------------------------------------------------------
 
 
-def failing(method="put_if_absent"):
-    """Return a store in which calls for the log fail while the list has an item."""
+def failing(when="before", method="put_if_absent"):
+    """Return a store in which calls for the log fail while the list has an item: before they do
+    anything, or after it, when their reply is lost."""
     store, is_failing = HookedStore(MemoryStore()), [True]
 
-    def before(called, key):
+    def fail(called, key):
         if is_failing and called == method and key.startswith(METRICS_LOG):
-            raise NoSpace("No space for the log")
+            raise StoreError("No reply", outcome="unknown") if when == "after" else NoSpace("full")
 
-    store.before = before
+    setattr(store, when, fail)
     return store, is_failing
 
 
-@pytest.mark.parametrize("method", ["put_if_absent", "list"])
+PUT = "put_if_absent"
+
+
+@pytest.mark.parametrize("fails", [("before", PUT), ("before", "list"), ("after", PUT)])
 @pytest.mark.parametrize("kept", [100_000, 12])
-def test_a_failure_is_told_once_and_the_metrics_are_written_later(monkeypatch, method, kept):
+def test_an_outage_is_told_once_and_the_metrics_are_written_later(monkeypatch, fails, kept):
     """While the store fails, only so many steps are kept."""
     monkeypatch.setattr(metrics_log, "_MOST_KEPT", kept)
-    store, is_failing = failing(method)
+    store, is_failing = failing(*fails)
     told = []
 
     def recover(ckpt):
         ckpt.wait()
-        is_failing.clear()
-        ckpt.step({"process": 0})
+        for is_failing[:] in ([], [True], []):
+            ckpt.step({"process": 0})
+            ckpt.save()
 
     with limpet.attach(lambda n, fields: n == "metrics_unwritten" and told.append(fields)):
         train(store, 50, then=recover)
-    (event,) = told
-    assert isinstance(event["error"], NoSpace)
-    versions = [*range(5, 51, 5), 51]
+    assert all(isinstance(event["error"], StoreError) for event in told)
+    assert len(told) == (1 if fails[1] == "list" else 2)  # it is listed only before the first file
+    versions = [*range(5, 51, 5), 51, 52, 53]
     assert [s.step for s in Run(store).snapshots()] == versions
-    expected = {*range(1, 52)} if kept > 50 else {*versions, *range(39, 52)}
+    is_lost = kept < 50 and fails[0] == "before"
+    expected = {*versions, *range(39, 54)} if is_lost else {*range(1, 54)}
     assert curves(store)[0, True].keys() == expected
+
+
+def test_no_save_waits_for_a_thread_whose_store_hangs():
+    store, hangs, goes_on, waited = HookedStore(MemoryStore()), Event(), Event(), []
+
+    def before(method, key):
+        if method == PUT and key.startswith(METRICS_LOG):
+            hangs.set()
+            waited.append(goes_on.wait(20))
+
+    store.before = before
+    with logged(store, Never()) as ckpt:
+        ckpt.step({"process": 0})
+        ckpt._saver.metrics_log.read()
+        poll = Thread(target=ckpt._watcher.poll)
+        poll.start()
+        assert hangs.wait(60)
+        assert ckpt.save().step == 1
+        goes_on.set()
+        poll.join()
+    assert waited == [True]
+    assert curves(store) == {(0, True): {1: 0}}
 
 
 def test_a_failure_at_the_end_is_raised_and_the_versions_are_intact():
@@ -334,57 +346,21 @@ def test_a_failure_at_the_end_is_raised_and_the_versions_are_intact():
     assert raised.value.fields["committed"] == "version_7"
     assert Run(store).latest().step == 7
     assert Run(store).ended() == "finished"
-    warns = pytest.warns(SaveFailed, match="^(?!NOTHING WAS SAVED).*No space for the log")
+    warns = pytest.warns(SaveFailed, match="^(?!NOTHING WAS SAVED).*full")
     with warns, logged(failing()[0], EverySteps(2), on_error="warn") as ckpt:
         ckpt.step({"loss": 1.0})
 
 
-def test_an_unknown_outcome_makes_no_step_count_twice():
-    """The file is there although the call failed. The next one may have its steps again."""
-    store, failures = HookedStore(MemoryStore()), [1]
-
-    def after(method, key):
-        if method == "put_if_absent" and key.startswith(METRICS_LOG) and failures:
-            failures.pop()
-            raise StoreError("lost reply", outcome="unknown")
-
-    store.after = after
-    train(store, 12)
-    assert log_files(store)[0] == "0.1.1.json"
-    assert curves(store) == {(0, True): steps(1, 12, 0)}
-
-
-def leave(store, seconds):
-    """Train until a notice. Return the exit."""
-    source = Announced()
-    preemption = limpet.Preemption(notices=[source])
-    left = pytest.raises(Preempted)
-    with left as raised, logged(store, EverySteps(999), preemption=preemption) as ckpt:
-        while True:
-            ckpt.step({"process": 0})
-            if ckpt.current_step == 5:
-                source.announce(seconds)
-            time.sleep(0.001)
-    assert (raised.value.code, raised.value.saved_step) == (75, raised.value.step)
-    return raised.value
-
-
-def test_after_a_notice_the_last_steps_are_logged():
-    store = MemoryStore()
-    assert curves(store) == {}
-    left = leave(store, 20)
-    assert curves(store) == {(0, True): steps(1, left.step, 0)}
-
-
-def test_after_a_notice_a_log_that_hangs_does_not_keep_the_process():
-    """The version counts, and the exit code with it."""
-    store = HookedStore(MemoryStore())
+@pytest.mark.parametrize("hangs", [False, True])
+def test_after_a_notice_the_last_steps_are_logged_unless_the_store_hangs(hangs):
+    """Then the version counts, and the exit code with it."""
+    store, source = HookedStore(MemoryStore()), Announced()
 
     def within(deadline):
         view = HookedStore(store.inner)
 
         def before(method, key):
-            while key.startswith(METRICS_LOG):
+            while hangs and key.startswith(METRICS_LOG):
                 time.sleep(0.01)
                 deadline.check()
 
@@ -392,10 +368,19 @@ def test_after_a_notice_a_log_that_hangs_does_not_keep_the_process():
         return view
 
     store.within = within
-    began = time.monotonic()
-    leave(store, 10)
+    preemption = limpet.Preemption(notices=[source])
+    left = pytest.raises(Preempted)
+    with left as raised, logged(store, EverySteps(999), preemption=preemption) as ckpt:
+        while True:
+            ckpt.step({"process": 0})
+            if ckpt.current_step == 5:
+                began = time.monotonic()
+                source.announce(10)
+            time.sleep(0.001)
     assert time.monotonic() - began < 8
-    assert log_files(store) == []
+    assert (raised.value.code, raised.value.saved_step) == (75, raised.value.step)
+    last = raised.value.step
+    assert curves(store) == {(0, True): {last: 0} if hangs else steps(1, last, 0)}
 
 
 class OnDevice:
@@ -467,23 +452,3 @@ def test_a_page_reads_each_version_and_each_file_once():
     files = [METRICS_LOG in key for _, key in calls]
     assert sum(files) == 1 + 20
     assert len(calls) - sum(files) < 15
-
-
-@pytest.mark.parametrize("kind", ["bit", "newer", "other name", "empty"])
-def test_a_damaged_file_is_named_and_the_others_count(kind):
-    store = MemoryStore()
-    train(store, 15)
-    key = f"{METRICS_LOG}/0.1.6.json"
-    raw = store.get(key, 1 << 20)
-    store.delete(key)
-    key = f"{METRICS_LOG}/0.1.7.json" if kind == "other name" else key
-    changed = {
-        "bit": bytes([*raw[:-3], raw[-3] ^ 1, *raw[-2:]]),
-        "newer": raw.replace(b'{"limpet":1,', b'{"limpet":2,'),
-        "empty": b"",
-    }
-    store.put_if_absent(key, changed.get(kind, raw))
-    (piece,), problems = read(store)
-    assert problems.keys() == {key}
-    assert key in str(problems[key])
-    assert piece.curves["process"][0].tolist() == [1, 2, 3, 4, 5, 10, *range(11, 16)]
