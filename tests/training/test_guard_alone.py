@@ -93,7 +93,7 @@ def test_a_save_function_saves_twice_if_there_is_time():
         assert program.saved == (2, 2)
         for _ in range(3):
             guard.run(program.train_step)
-        guard._ckpt._preemption._propose_to_leave()
+        guard._ckpt._preemption._propose(response.LEAVE)
         guard.run(program.train_step)
     assert [program.saved, len(program.saves)] == [(6, 6), 2]
 
@@ -202,7 +202,7 @@ def test_a_save_function_that_exits_with_zero_has_saved(seconds):
         source.announce(seconds)
         wait_until(lambda: guard._response.is_pending)
         guard.run(int)
-        guard._response._propose_to_leave()
+        guard._response._propose(response.LEAVE)
         guard.run(int)
     assert left.value.code == 75
     assert calls == ([2] if seconds is None else [2, 3])

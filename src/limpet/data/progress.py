@@ -7,10 +7,6 @@ from typing import Any, Literal
 from limpet.arguments import check_whole
 from limpet.errors import LimpetError, PlanError
 
-_FIELDS = {"epoch", "step", "samples"}
-_OPTIONAL_FIELDS = {"epoch_began"}
-"""A field that the state lacks in the first epoch."""
-
 _MAX_COUNT = 10**17
 
 
@@ -74,7 +70,7 @@ class Progress:
         """Raise ``PlanError`` if this is not the state of a ``Progress``."""
         if not (
             isinstance(state, dict)
-            and set(state) - _OPTIONAL_FIELDS == _FIELDS
+            and set(state) - {"epoch_began"} == {"epoch", "step", "samples"}  # none in epoch 0
             and _is_count(state["epoch"])
             and _is_count(state["step"])
         ):

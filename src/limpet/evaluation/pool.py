@@ -207,7 +207,6 @@ class WorkerPool:
         self._processes: dict[str, WorkerProcess] = {}
         self._ray_address = ""
         self._closing = Event()
-        self._records = 0
 
     def start(self) -> None:
         """Start all workers, and find out how many records the data has. Raises ``LimpetError`` if
@@ -225,8 +224,7 @@ class WorkerPool:
                 name = f"worker-{number}"
                 self._places.append(_Place(name, self._make(name), monotonic()))
             (result,) = self._run(self._work, "the records of the data", 1, 1)
-            self._records = result["records"]
-            self._work = replace(self._work, kind="evaluate", records=self._records)
+            self._work = replace(self._work, kind="evaluate", records=result["records"])
         except LimpetError:
             if not self._closing.is_set():
                 raise
@@ -235,13 +233,13 @@ class WorkerPool:
         """Return the metrics of a version. Raises ``WorkerError`` if it has no score,
         ``WorkerLost`` if no worker stays alive, and ``LimpetError`` if a worker has other data."""
         work = replace(self._work, url=url, digest=digest)
-        results = self._run(work, url, self._records, work.task_size)
-        other = {result["records"] for result in results} - {self._records}
+        results = self._run(work, url, work.records, work.task_size)
+        other = {result["records"] for result in results} - {work.records}
         if other:
             raise LimpetError(
                 "A worker has other data than the one that counted the records: data() must return"
                 " the same data each time",
-                expected=f"{self._records} records",
+                expected=f"{work.records} records",
                 found=", ".join(map(str, other)),
             )
         states: tuple[State, ...] = tuple(result["state"] for result in results)

@@ -48,7 +48,7 @@ from limpet.training.options import (
 )
 from limpet.training.preemption_plan import DEFAULT, Preemption
 from limpet.training.response import PreemptionResponse
-from limpet.training.resume import Resume, ResumePoint, check_start, left_state_invalid, parse_at
+from limpet.training.resume import Resume, ResumeOptions, ResumePoint, left_state_invalid, parse_at
 from limpet.training.resume_check import check_whole_state
 from limpet.training.saver import Saver, SaveSpec
 from limpet.training.step_counter import StepCounter
@@ -277,12 +277,13 @@ class Checkpointer:
         step, branch = parse_at(at)
         keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
         leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
-        check_start(start, keys, leniency, goes_back=at is not None)
+        options = ResumeOptions(start, keys, leniency, check)
+        options.require_valid(goes_back=at is not None)
         self._preemption.watch()
         self._call_state_function()
         self._saver.wait_on_all_ranks("the resume")
         if self._all_ranks.members:
-            call_to_resume(self._all_ranks, start, keys, leniency, check=check)
+            call_to_resume(self._all_ranks, options)
         resume = Resume(
             run=self.run,
             state=self.state,
@@ -292,9 +293,7 @@ class Checkpointer:
             acquire_lock=self._saver.writer_lock.acquire,
             tiers=self._tiers,
             ladder=self._ending.ladder,
-            start=start,
-            keys=keys,
-            leniency=leniency,
+            options=options,
         )
         point = self._load_version(resume)
         if point is None:

@@ -154,7 +154,7 @@ class PreemptionGuard:
         response, goodput = self._response, self._ckpt._goodput
         calls, steps = goodput.run_calls, self._ckpt._step_counter.calls
         goodput.run_calls += not response.open_calls  # before the save, which stores it
-        if response.has_save_function:
+        if response.save_fn is not None:
             response.save_arguments, args, kwargs = (args, kwargs), (), {}
         try:
             self._ckpt.step(*args, **kwargs)

@@ -8,19 +8,19 @@ agreement on a step, is an operation of the ranks that train.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from math import inf
 from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 
 from limpet import events
 from limpet.buffers import BufferPool, shared_pool
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError
 from limpet.format.names import Version
-from limpet.loading.differences import STRICT, Leniency
 from limpet.loading.snapshot import Snapshot, snapshot_of
 from limpet.ranks.group import LEAVING, Group
 from limpet.run.policy import KeepPolicy
@@ -33,19 +33,15 @@ from limpet.state.streamed import find_streamed
 from limpet.tiers.ladder import Ladder
 from limpet.tiers.tiers import Tiers
 from limpet.training.options import Options, check_state
-from limpet.training.resume import Resume
+from limpet.training.resume import Resume, ResumeOptions
 from limpet.training.resume_check import check_whole_state
 
 
 class MemberCall(msgspec.Struct, frozen=True):
-    """What the members and the training do next: the save of ``version``, or else a resume, with
-    these arguments of ``Checkpointer.resume``."""
+    """What the members and the training do next: the save of ``version``, or else a resume."""
 
     version: Version | None = None
-    start: str | None = None
-    keys: str | Sequence[str] | None = None
-    leniency: Leniency = STRICT
-    check: bool = False
+    options: ResumeOptions = ResumeOptions()
 
 
 def call_members(
@@ -135,7 +131,7 @@ class Member:
             return "end"
         call = call_members(self._group, None)
         if call.version is None:
-            self._resume(call)
+            self._resume(call.options)
             return "resume"
         self._save(call.version)
         return "save"
@@ -151,7 +147,7 @@ class Member:
             events.emit("save_failed", run=writer.url, step=version.step, error=e)
             raise
 
-    def _resume(self, call: MemberCall) -> None:
+    def _resume(self, options: ResumeOptions) -> None:
         group = self._group
         resume = Resume(
             run=self._run,
@@ -159,14 +155,12 @@ class Member:
             group=group,
             tiers=Tiers((), group),
             ladder=Ladder(self._run, group, saves=False),
-            start=call.start,
-            keys=call.keys,
-            leniency=call.leniency,
+            options=options,
         )
         point = resume.load()
         if point is not None and point.from_own_run:
             self._writer.continue_from(point.durable)
-        if point is not None and point.is_exact and call.check:
+        if point is not None and point.is_exact and options.check:
             check_whole_state(self._run.url, point.snapshot, self.state, group)
 
 
@@ -184,18 +178,11 @@ def check_members(group: Group, options: Options) -> None:
         raise LimpetError("OnException cannot be combined with members, whose parts it would lack")
 
 
-def call_to_resume(
-    group: Group,
-    start: Url | Snapshot | None,
-    keys: str | Sequence[str] | None,
-    leniency: Leniency,
-    *,
-    check: bool,
-) -> None:
-    """Call the members to a resume with these arguments of ``Checkpointer.resume``."""
+def call_to_resume(group: Group, options: ResumeOptions) -> None:
+    """Call the members to a resume with these options."""
     # rank 0 says which manifest they all load
-    start = start.url if isinstance(start, Snapshot) else start
+    start = options.start.url if isinstance(options.start, Snapshot) else options.start
     if not isinstance(start, str | os.PathLike | None):
         raise LimpetError("With members, start= must be an address or a Snapshot, not a Store")
     address = None if start is None else os.fspath(start)
-    call_members(group, MemberCall(None, address, keys, leniency, check))
+    call_members(group, MemberCall(None, structs.replace(options, start=address)))

@@ -67,6 +67,7 @@ class PreemptionResponse(Observer):
         self.save_arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         """The arguments of ``Preemption.save_fn``."""
 
+        self.save_fn = None if self._settings is None else self._settings.save_fn
         self._has_called = False  # ``save_fn`` has returned
         self._noted = _NOTHING  # what the ranks have agreed on in the block of ``watch_scope``
         self._timer = ExitTimer()
@@ -85,11 +86,6 @@ class PreemptionResponse(Observer):
         """True once the last step is saved and ``exit_fn`` has returned."""
         self.cleanup_seconds = CLEANUP_SECONDS
         """The time for what the end of the training removes. It is shorter after a notice."""
-
-    @property
-    def has_save_function(self) -> bool:
-        """True if ``Preemption.save_fn`` replaces the last save."""
-        return self._settings is not None and self._settings.save_fn is not None
 
     # -- the beginning and the end -------------------------------------------------------------
 
@@ -120,13 +116,13 @@ class PreemptionResponse(Observer):
         self._savepoint_saver.join()
         with self._lock:
             earlier, self.agreement = self.agreement, agreement
-            deadline, error = self._deadline, self._peer_error
+            is_pending, error = self.is_pending, self._peer_error
         if error is not None and isinstance(agreement, Agreement):
             agreement.raise_at_next_step(error)  # it came before this call
         if isinstance(earlier, LocalAgreement) and SAVE_ON_REQUEST in earlier.step():
             agreement.propose(SAVE_ON_REQUEST)
-        if deadline is not None:
-            self._propose(LEAVE, deadline)
+        if is_pending:
+            self._propose(LEAVE)
 
     def close(self) -> None:
         """Stop to watch, because the training ends. The deadline counts until ``finish``."""
@@ -182,9 +178,9 @@ class PreemptionResponse(Observer):
         if plan.train_seconds:
             self._leave_at(time.monotonic() + plan.train_seconds)
             if is_first:
-                self._propose(SAVE_BEFORE_STOP, deadline)
+                self._propose(SAVE_BEFORE_STOP)
         else:
-            self._propose(LEAVE, deadline)
+            self._propose(LEAVE)
 
     def on_deadline(self, deadline: RoundDeadline) -> None:
         """Respond to a notice that any rank has received."""
@@ -248,15 +244,12 @@ class PreemptionResponse(Observer):
         return True
 
     def _leave_at(self, at: float) -> None:
-        self._timer.set("leave", at, self._propose_to_leave)
+        self._timer.set("leave", at, partial(self._propose, LEAVE))
 
-    def _propose_to_leave(self) -> None:
-        if self._deadline is not None:
-            self._propose(LEAVE, self._deadline)
-
-    def _propose(self, action: str, deadline: Deadline) -> None:
-        cause = deadline.purpose.removeprefix("the exit after ")
-        self.agreement.propose(action, deadline.seconds_left, cause)
+    def _propose(self, action: str) -> None:
+        if (deadline := self._deadline) is not None:
+            cause = deadline.purpose.removeprefix("the exit after ")
+            self.agreement.propose(action, deadline.seconds_left, cause)
 
     def _exit_seconds(self) -> float:
         """Return the time that is needed for an agreement, a step, a save, and the exit."""
@@ -295,19 +288,14 @@ class PreemptionResponse(Observer):
     def _describe_saved(self) -> str:
         if self._has_called:
             return "save_fn has saved"
-        if self.has_save_function and self._newest_step is None:
+        if self.save_fn is not None and self._newest_step is None:
             return "save_fn has not saved it"
         return describe_newest(self._newest_step)
 
     def _code(self) -> int:
-        if self._has_called:
-            return exit_status.SAVED
-        is_saved = self._savepoint_saver.saved_step is not None
-        return (
-            exit_status.SAVED
-            if is_saved or self._saver.saved_step == self._steps.progress.step
-            else exit_status.UNSAVED
-        )
+        is_saved = self._has_called or self._savepoint_saver.saved_step is not None
+        is_saved = is_saved or self._saver.saved_step == self._steps.progress.step
+        return exit_status.SAVED if is_saved else exit_status.UNSAVED
 
     @property
     def _newest_step(self) -> int | None:
@@ -370,18 +358,18 @@ class PreemptionResponse(Observer):
 
     def call_save_function(self) -> None:
         """Call ``Preemption.save_fn``, if there is one, with the arguments of this call."""
-        if self._settings is not None and self._settings.save_fn is not None:
+        if self.save_fn is not None:
             args, kwargs = self.save_arguments
-            self._ending.call_save_function(self._settings.save_fn, *args, **kwargs)
+            self._ending.call_save_function(self.save_fn, *args, **kwargs)
 
     def _leave(self, together: bool) -> None:
-        deadline, settings = self._deadline, self._settings
-        if deadline is None or settings is None:
+        deadline = self._deadline
+        if deadline is None or self._settings is None:
             return
         problem: BaseException | None = self._failure
         limit = save_deadline(deadline)
         together = together and self._savepoint_saver.claim()
-        if together and settings.save_fn is not None:  # its errors, of any class, are raised
+        if together and self.save_fn is not None:  # its errors, of any class, are raised
             with failing_together(self._group, SAVE_FN, limit, as_raised=True):
                 self.call_save_function()
             broadcast_from_first(self._group, SAVE_FN, lambda: True, bool, deadline=limit)

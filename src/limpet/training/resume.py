@@ -25,7 +25,7 @@ from limpet.run.catalog import read_sessions, read_training_metadata
 from limpet.run.run import Run
 from limpet.saving.commit import not_shared_error
 from limpet.snapshot import pins
-from limpet.snapshot.location import Location, Url
+from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.store import LocalStore
 from limpet.text import format_list, to_repr, warn_user
@@ -34,6 +34,38 @@ from limpet.tiers.inventory import WHERE, CurrentLine, TierName, TierSnapshot
 from limpet.tiers.ladder import Ladder, LadderExhausted
 from limpet.tiers.tiers import Tiers
 from limpet.training.options import check_not_snapshot
+
+
+class ResumeOptions(msgspec.Struct, frozen=True):
+    """How an empty run begins, and how much of ``start`` is loaded: see ``Checkpointer.resume``.
+    The run's own versions are loaded strictly if there is a ``start``."""
+
+    start: Any = None  # a Url | Snapshot
+    keys: str | Sequence[str] | None = None
+    leniency: Leniency = STRICT
+    check: bool = False
+
+    def require_valid(self, *, goes_back: bool) -> None:
+        """Check the arguments that select a version of another run: a valid address, without one
+        of the run itself (``goes_back``). Without ``start``, the only choice is ``missing``."""
+        start, is_store = self.start, hasattr(self.start, "put_if_absent")
+        if not (is_store or isinstance(start, str | os.PathLike | Snapshot | None)):
+            raise errors.LimpetError(
+                'start= must be an address ("RUN@120", "RUN@best", or the URL of a snapshot), a'
+                f" Store, or a Snapshot, not {to_repr(start)[:200]}; resume(at=120) goes back to"
+                " step 120 of this run"
+            )
+        if start is not None and goes_back:
+            raise errors.LimpetError(
+                "resume() cannot combine start= for an empty run with at= for one with versions;"
+                ' write the step in the address: resume(start="RUN@120")'
+            )
+        is_strict = replace(self.leniency, missing="error") == STRICT
+        if start is None and not (self.keys is None and is_strict):
+            raise errors.LimpetError(
+                "A run resumes all of its own versions: keys=, unexpected=, rename=, and"
+                " mismatched= are valid only together with start="
+            )
 
 
 @dataclass(kw_only=True)
@@ -49,11 +81,7 @@ class Resume:
     at: int | None = None
     branch: int | None = None
     acquire_lock: Callable[[], object] = no_op
-    start: Url | Snapshot | None = None
-    keys: str | Sequence[str] | None = None
-    leniency: Leniency = STRICT
-    """If there is a ``start``, of its load: the run's own versions are then loaded strictly."""
-
+    options: ResumeOptions
     _collective: Collective = field(init=False)
     _error: errors.LimpetError | None = None  # of the last load; None: it has succeeded
     _is_partially_loaded: bool = False
@@ -67,19 +95,17 @@ class Resume:
     """The newer states that are skipped, on rank 0."""
 
     def load(self) -> ResumePoint | None:
-        """Load the newest state, as ``load_newest``, or, in an empty run, ``start``, if any."""
-        point = self.load_newest()
-        if point is None and self.start is not None:
-            return self._start_from(self.start)
-        return point
-
-    def _start_from(self, start: Url | Snapshot) -> ResumePoint:
-        """Load a version of another run, or a part of it. Without a ``Progress``, steps continue
-        from its steps only if all of it is loaded, else from 0."""
-        snapshot = open_on_all_ranks(start, self.group)
-        report = load_snapshot(snapshot, self.state, self.keys, None, self.leniency, self.group)
+        """Load the newest state, as ``load_newest``, or, in an empty run, ``start``, if any, or a
+        part of it. Without a ``Progress``, steps continue from its steps only if all of it is
+        loaded, else from 0."""
+        point, options = self.load_newest(), self.options
+        if point is not None or options.start is None:
+            return point
+        keys, leniency = options.keys, options.leniency
+        snapshot = open_on_all_ranks(options.start, self.group)
+        report = load_snapshot(snapshot, self.state, keys, None, leniency, self.group)
         # a conversion of dtypes leaves nothing out
-        is_complete = self.keys is None and replace(self.leniency, cast=False) == STRICT
+        is_complete = keys is None and replace(leniency, cast=False) == STRICT
         metadata = read_training_metadata(snapshot) if is_complete else {}
         return ResumePoint(
             snapshot,
@@ -89,7 +115,7 @@ class Resume:
             # the position and early stopping belong to the model, but goodput to the run
             training_metadata={n: metadata[n] for n in ("stop", "progress") if n in metadata},
             start_report=report,
-            is_exact=self.keys is None and report.is_exact,
+            is_exact=keys is None and report.is_exact,
         )
 
     def load_newest(self) -> ResumePoint | None:
@@ -341,7 +367,7 @@ class Resume:
         """Load a version. All ranks raise if it is damaged for one. ``RankFailed``: another rank's
         store denies access or does not answer, so it may be intact."""
         try:
-            leniency = self.leniency if self.start is None else STRICT
+            leniency = self.options.leniency if self.options.start is None else STRICT
             load_snapshot(snapshot, self.state, leniency=leniency, group=self.group)
         except errors.LimpetError as e:
             self._error = e
@@ -365,33 +391,6 @@ class Resume:
         """Return a state of a tier, of which nothing is read yet."""
         location = self.tiers.locate(in_tier.tier, in_tier.folder, in_tier.sources)
         return SnapshotReader(location, None, in_tier.digest)
-
-
-# -- starting from another run -------------------------------------------------------------------
-
-
-def check_start(
-    start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
-) -> None:
-    """Check the arguments that select a version of another run: a valid address, without one of the
-    run itself (``goes_back``). Without ``start``, the only choice is ``missing``."""
-    is_store = hasattr(start, "put_if_absent")
-    if not (is_store or isinstance(start, str | os.PathLike | Snapshot | None)):
-        raise errors.LimpetError(
-            'start= must be an address ("RUN@120", "RUN@best", or the URL of a snapshot), a Store,'
-            f" or a Snapshot, not {to_repr(start)[:200]}; resume(at=120) goes back to step 120 of"
-            " this run"
-        )
-    if start is not None and goes_back:
-        raise errors.LimpetError(
-            "resume() cannot combine start= for an empty run with at= for one with versions; write"
-            ' the step in the address: resume(start="RUN@120")'
-        )
-    if start is None and (keys is not None or replace(leniency, missing="error") != STRICT):
-        raise errors.LimpetError(
-            "A run resumes all of its own versions: keys=, unexpected=, rename=, and mismatched="
-            " are valid only together with start="
-        )
 
 
 # -- where a training continues ------------------------------------------------------------------
