@@ -224,7 +224,7 @@ class DataLoader(data.DataLoader[Any]):
         elif self._order == "batch_sampler":
             return len(self._source)
         else:
-            size, length = self._samples_per_step(), len(self._source)
+            size, length = self.samples_per_step or 1, len(self._source)
         return self._count_batches(length, size)
 
     def _count_batches(self, length: int, size: int) -> int:
@@ -628,10 +628,8 @@ class DataLoader(data.DataLoader[Any]):
     @property
     def samples_per_step(self) -> int | None:
         """The samples of all ranks in a batch. None: a stream or a batch sampler decides."""
-        is_decided = self._order in ("stream", "batch_sampler")
-        return None if is_decided else self._samples_per_step()
-
-    def _samples_per_step(self) -> int:
+        if self._order in ("stream", "batch_sampler"):
+            return None
         ranks = self._place()[1]
         if self._total is not None:
             enough = self._total >= ranks

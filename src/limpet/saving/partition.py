@@ -429,7 +429,7 @@ class _Merger:
     def merge(self, nodes: list[NodeVariant], key: str) -> Any:
         first = nodes[0][0]
         tag = next(iter(first), None) if type(first) is dict else None
-        if tag in ("own", "first") and all(_nodes_equal(n, first) for n, _ in nodes):
+        if tag in ("own", "first") and all(nodes_equal(n, first) for n, _ in nodes):
             if tag == "first":
                 return self.rank_nodes.from_first[first[tag]]
             per_rank = self.rank_nodes.per_rank[first[tag]]
@@ -448,7 +448,7 @@ class _Merger:
         compared = nodes  # the order of a tensor's dimensions in memory is rank 0's
         if all(type(n) is dict and "tensor" in n for n, _ in nodes):
             compared = [({"tensor": n["tensor"][:2]}, ranks) for n, ranks in nodes]
-        if not all(_nodes_equal(n, compared[0][0]) for n, _ in compared):
+        if not all(nodes_equal(n, compared[0][0]) for n, _ in compared):
             self.differences[key] = nodes
         return first
 
@@ -504,14 +504,14 @@ def _has_consistent_keys(
     )
 
 
-def _nodes_equal(a: Any, b: Any) -> bool:
+def nodes_equal(a: Any, b: Any) -> bool:
     """Return True if two nodes are identical: 1, 1.0, and true differ, and so do -0.0 and 0.0."""
     if type(a) is not type(b):
         return False
     if type(a) is dict:
-        return a.keys() == b.keys() and all(_nodes_equal(v, b[k]) for k, v in a.items())
+        return a.keys() == b.keys() and all(nodes_equal(v, b[k]) for k, v in a.items())
     if type(a) is list:
-        return len(a) == len(b) and all(map(_nodes_equal, a, b))
+        return len(a) == len(b) and all(map(nodes_equal, a, b))
     return repr(a) == repr(b) if type(a) is float else bool(a == b)
 
 

@@ -90,7 +90,9 @@ class Preemption:
             return Plan(inf, inf)
         grace = self.grace
         if notice.seconds is None:
-            unknown = _unknown_seconds(grace)
+            unknown, kills_after = max(UNKNOWN_SECONDS, grace or 0.0), run_grace()
+            if kills_after is not None:  # ``limpet run`` ignores ``grace=``
+                unknown = kills_after - min(_MARGIN, kills_after / 10)
             available = max(min(LEAST_SECONDS, unknown), unknown - notice.age)
         else:
             available = max(LEAST_SECONDS, notice.seconds)
@@ -103,11 +105,3 @@ class Preemption:
 
 
 DEFAULT = Preemption()
-
-
-def _unknown_seconds(grace: float | None) -> float:
-    """Return the time until the stop if the notice has none. ``limpet run`` ignores ``grace``."""
-    kills_after = run_grace()
-    if kills_after is None:
-        return max(UNKNOWN_SECONDS, grace or 0.0)
-    return kills_after - min(_MARGIN, kills_after / 10)

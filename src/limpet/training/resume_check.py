@@ -18,6 +18,7 @@ from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.read_plan import ReadRequest
 from limpet.ranks.group import Group
 from limpet.saving.image import copy_bytes
+from limpet.saving.partition import nodes_equal
 from limpet.snapshot.chunks import Target
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import FlatState, LocalLeaf, flatten
@@ -76,7 +77,7 @@ def _compare(snapshot: SnapshotReader, flat: FlatState, rank: int, advance: Any)
     nodes = (item for at, tree in trees for item in walk(tree, at))
     # a node {"own": key} or {"first": key} stands for another tree
     live = {k: n for k, n in nodes if type(n) is not dict or n.keys().isdisjoint(("own", "first"))}
-    differing = {k for k, node in live.items() if not _are_equal(saved.get(k, node), node)}
+    differing = {k for k, node in live.items() if not nodes_equal(saved.get(k, node), node)}
     per_rank = tuple(f"{key}/" for key in flat.per_rank)
     lacking = [k for k in saved if k not in live and not k.startswith(per_rank)]
     parts = [
@@ -98,11 +99,6 @@ def _compare(snapshot: SnapshotReader, flat: FlatState, rank: int, advance: Any)
                 differing.add(leaf.key)
             nbytes += stop - start
     return sorted(differing), lacking, nbytes
-
-
-def _are_equal(saved: Any, live: Any) -> bool:
-    # as text: NaN does not equal itself, and 1 equals True, 1.0, and -0.0 equals 0.0
-    return repr(saved) == repr(live) or (type(saved) is dict and bool(saved == live))
 
 
 def _reads(
