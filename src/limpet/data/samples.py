@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import unwrap
 from itertools import islice
 from random import getrandbits
@@ -72,6 +72,7 @@ def start_worker(worker_init_fn: Callable[[int], object] | None, worker: int) ->
         worker_init_fn(worker)
 
 
+@dataclass(eq=False, repr=False)
 class Samples(data.Dataset[Any]):
     """A dataset of batches, each by its ``Task``. An item is the batch, and a ``Difference`` if the
     first sample of a worker, which is fetched twice, differs.
@@ -82,27 +83,20 @@ class Samples(data.Dataset[Any]):
     ``sets_epoch``: a new ``epoch`` is passed to ``set_epoch`` of the dataset.
     """
 
+    dataset: Any
+    collate: Callable[[Any], Any]
+    is_batched: bool
+    sets_epoch: bool
     epoch: int | None = None
+    key: int = 0
+    """The seed of the loader."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[Any], Any],
-        *,
-        is_batched: bool,
-        sets_epoch: bool = False,
-    ) -> None:
-        self.dataset, self._collate, self._is_batched = dataset, collate, is_batched
-        self._sets_epoch = sets_epoch
-        self.key = 0
-        """The seed of the loader."""
-
-        self._seeded = TORCH
-        self._expected: tuple[Any, ...] | None = None
+    _seeded: int = TORCH
+    _expected: tuple[Any, ...] | None = None
 
     def __getitem__(self, task: Task) -> tuple[Any, Difference | None]:
         difference = None
-        if self._sets_epoch and task.epoch != self.epoch:
+        if self.sets_epoch and task.epoch != self.epoch:
             self.epoch = task.epoch
             self.dataset.set_epoch(task.epoch)
         if self._expected is None:  # this worker has made no batch yet
@@ -110,13 +104,13 @@ class Samples(data.Dataset[Any]):
             self._expected = _draw()
             difference = self._compare_first(task)
         samples = self._fetch(task)
-        if self._collate not in _DEFAULT_COLLATES:
+        if self.collate not in _DEFAULT_COLLATES:
             seed_generators(self.key, COLLATE, task.epoch, task.at, task.rank)
-        return self._collate(samples if self._is_batched else samples[0]), difference
+        return self.collate(samples if self.is_batched else samples[0]), difference
 
     def _fetch(self, task: Task) -> list[Any]:
         dataset, key, epoch = self.dataset, self.key, task.epoch
-        if self._is_batched and callable(fetch_many := getattr(dataset, "__getitems__", None)):
+        if self.is_batched and callable(fetch_many := getattr(dataset, "__getitems__", None)):
             seed_generators(key, BATCH, epoch, task.at, task.rank)
             return fetch_many(task.indices)  # type: ignore[no-any-return]
         while True:
@@ -142,7 +136,7 @@ class Samples(data.Dataset[Any]):
         if are_equal(self._fetch(first), self._fetch(first)):
             return None
         kind = type(self.dataset)
-        many = self._is_batched and hasattr(kind, "__getitems__")
+        many = self.is_batched and hasattr(kind, "__getitems__")
         name = "__getitems__" if many else "__getitem__"
         code = getattr(unwrap(getattr(kind, name)), "__code__", None)
         file, line = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
@@ -203,6 +197,7 @@ class WorkerState(NamedTuple):
     data: Any
 
 
+@dataclass(eq=False, repr=False)
 class Stream(data.IterableDataset[Any]):
     """A stream of batches, each with the ``WorkerState`` after it.
 
@@ -210,24 +205,21 @@ class Stream(data.IterableDataset[Any]):
     are seeded before each batch, and PyTorch's before each sample.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[Any], Any],
-        *,
-        batch_size: int | None,
-        drop_last: bool,
-        rank: int,
-        replay: bool,
-    ) -> None:
-        self.dataset, self._collate, self._rank, self.key = dataset, collate, rank, 0
-        self._batch_size, self._drop_last = batch_size, drop_last
-        self._has_state = not replay and has_state(dataset)
-        self._initial: Any = None
+    dataset: Any
+    collate: Callable[[Any], Any]
+    batch_size: int | None
+    drop_last: bool
+    rank: int
+    replay: bool
+    key: int = 0
+    _initial: Any = None
+    _start: tuple[int, list[WorkerState | None], int] = (0, [], 0)
+    _is_exact: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._has_state = not self.replay and has_state(self.dataset)
         # the workers of a loader with persistent workers read it when a pass begins
         self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
-        self._start: tuple[int, list[WorkerState | None], int] = (0, [], 0)
-        self._is_exact: bool | None = None
 
     def begin(self, epoch: int, states: list[WorkerState | None], turn: int) -> None:
         """Begin the next pass at these states of the workers, of which ``turn`` is the next."""
@@ -254,7 +246,7 @@ class Stream(data.IterableDataset[Any]):
         if saved is not None and not self._continues_exactly(epoch):
             saved = None
         dataset = copy_of(self.dataset)  # also if it has a state, which may lack a generator
-        seed_generators(self.key, ORDER, epoch, worker, self._rank)  # __iter__ may shuffle
+        seed_generators(self.key, ORDER, epoch, worker, self.rank)  # __iter__ may shuffle
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         # a copy begins as it was made, while Hugging Face's does not load its own state in workers
@@ -267,11 +259,11 @@ class Stream(data.IterableDataset[Any]):
         while not ended:
             samples, ended = self._read(iterator, epoch, worker, number)
             number += 1
-            if not samples or (self._drop_last and len(samples) < (self._batch_size or 1)):
+            if not samples or (self.drop_last and len(samples) < (self.batch_size or 1)):
                 return
-            if self._collate not in _DEFAULT_COLLATES:
-                seed_generators(self.key, COLLATE, epoch, number, worker, self._rank)
-            batch = self._collate(samples if self._batch_size else samples[0])
+            if self.collate not in _DEFAULT_COLLATES:
+                seed_generators(self.key, COLLATE, epoch, number, worker, self.rank)
+            batch = self.collate(samples if self.batch_size else samples[0])
             after = deepcopy(dataset.state_dict()) if self._has_state else None
             yield batch, WorkerState(worker, number, ended, after)
 
@@ -279,10 +271,10 @@ class Stream(data.IterableDataset[Any]):
         self, iterator: Iterator[Any], epoch: int, worker: int, number: int
     ) -> tuple[list[Any], bool]:
         """Return the samples of a batch, and whether the dataset has ended."""
-        position = self.key, BATCH, epoch, number, worker, self._rank
+        position = self.key, BATCH, epoch, number, worker, self.rank
         seed_generators(*position)
         samples: list[Any] = []
-        for item in range(self._batch_size or 1):
+        for item in range(self.batch_size or 1):
             if item:
                 seed_generators(*position, item, kinds=TORCH)
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -146,53 +146,51 @@ SLACK = 1.0
 _POLL_SECONDS = 0.02
 
 
+@dataclass(eq=False)
 class SavepointSaver:
     """Saves the savepoint on its own thread, from the first notice. Threads of notices call
     ``expect``, the training ``claim`` and ``wait``. ``on_lost``: a tier's is saved instead."""
 
-    def __init__(
-        self,
-        savepoint: StepSavepoint,
-        durations: Goodput,
-        saver: Saver,
-        group: Group,
-        on_lost: Callable[[], object] = no_op,
-    ) -> None:
-        self.saved_step: int | None = None
-        """The step that this thread has saved because of a notice."""
+    savepoint: StepSavepoint
+    durations: Goodput
+    saver: Saver
+    group: Group
+    on_lost: Callable[[], object] = no_op
+    saved_step: int | None = None
+    """The step that this thread has saved because of a notice."""
 
-        self.has_flushed = False
-        """True if a state of a tier was saved in place of the savepoint."""
+    has_flushed: bool = False
+    """True if a state of a tier was saved in place of the savepoint."""
 
-        self.is_decided = False
-        """True if the save of the savepoint has begun: the training thread waits, and leaves."""
+    is_decided: bool = False
+    """True if the save of the savepoint has begun: the training thread waits, and leaves."""
 
-        self._savepoint = savepoint
-        self._durations = durations
-        self._saver = saver
-        self._group = self._own_group = group
-        self._begun_key = ""
-        self._choice: Collective | None = None
-        self._on_lost = on_lost
-        self._deadline: Deadline | None = None
-        self._leave_at = 0.0
-        self._is_stopped = self._is_hastened = self._is_awaited = False
-        self._claim: dict[str, str] = {}  # who saves: the first one that sets it, atomically
-        self._is_claimed = False
-        self._thread: Thread | None = None
-        self._ended = Latch()
+    _begun_key: str = ""
+    _choice: Collective | None = None
+    _deadline: Deadline | None = None
+    _leave_at: float = 0.0
+    _is_stopped: bool = False
+    _is_hastened: bool = False
+    _is_awaited: bool = False
+    _claim: dict[str, str] = field(default_factory=dict)  # who saves: it is set atomically
+    _is_claimed: bool = False
+    _thread: Thread | None = None
+    _ended: Latch = field(default_factory=Latch)
+
+    def __post_init__(self) -> None:
+        self._own_group = self.group
 
     # -- the training thread ---------------------------------------------------------------------
 
     def join(self) -> None:
         """Prepare for a save of several ranks. All ranks call this at their first step."""
-        if self._group.kv is not None:
-            self._begun_key = f"{self._group.next_sequence_number()}/begun"
-            self._own_group = self._group.twin()
+        if self.group.kv is not None:
+            self._begun_key = f"{self.group.next_sequence_number()}/begun"
+            self._own_group = self.group.twin()
 
     def claim(self) -> bool:
         """Return True if the training saves now, False if the thread does: then wait for it."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return self._claim.setdefault("by", "training") == "training"
         self._is_claimed = not self.is_decided
         return self._is_claimed
@@ -207,11 +205,11 @@ class SavepointSaver:
     def close(self) -> None:
         """End the thread, because the training has ended."""
         self._is_stopped = True
-        self._on_lost = no_op  # it refers to an object that refers to this one, and to a connection
+        self.on_lost = no_op  # it refers to an object that refers to this one, and to a connection
         thread, self._thread, choice = self._thread, None, self._choice
         if thread is not None and not self.is_decided:
             if choice is not None:  # do not wait in it for the other ranks
-                choice.abort(RankFailed(f"The training of rank {self._group.rank} has ended"))
+                choice.abort(RankFailed(f"The training of rank {self.group.rank} has ended"))
             thread.join(2)
 
     # -- notices, on other threads ---------------------------------------------------------------
@@ -222,7 +220,7 @@ class SavepointSaver:
         is_first = self._deadline is None
         ends_at = deadline.at - exit_margin(deadline.seconds_left)
         self._deadline, self._leave_at = replace(deadline, at=ends_at), leave_at
-        if is_first and self._savepoint.is_useful and not self._is_stopped:
+        if is_first and self.savepoint.is_useful and not self._is_stopped:
             thread = Thread(target=self._run, name="limpet-savepoint", daemon=True)
             self._thread = thread if start_thread(thread) else None
 
@@ -233,24 +231,24 @@ class SavepointSaver:
     def flush(self, deadline: Deadline) -> bool:
         """Save the newest state of a tier, because no late step was saved. Returns by ``deadline``:
         True if the step of that state, or a later one, is saved."""
-        before = self._saver.saved_step
+        before = self.saver.saved_step
 
         def save() -> None:
             try:
-                self._saver.flush_tiers(deadline)
+                self.saver.flush_tiers(deadline)
             except Exception as e:  # noqa: BLE001  (the state stays where it is)
                 events.emit("flush_failed", error=e)
 
         if self.saved_step is None:
             call_with_limit(save, "limpet-flush", deadline.seconds_left)
-        return self._saver.saved_step > before
+        return self.saver.saved_step > before
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         is_lost = False
         try:
-            self._saver.prepare_flush()
+            self.saver.prepare_flush()
             deadline = self._wait_until_needed()
             if deadline is not None and self._hold_together(deadline):
                 self._save(deadline)
@@ -259,13 +257,13 @@ class SavepointSaver:
                 events.emit("savepoint_failed", error=e)
             is_lost = isinstance(e, RankFailed) and bool(e.fields.get("lost"))
         finally:
-            self._savepoint.release()
+            self.savepoint.release()
             deadline = self._deadline
-            is_over = self._is_stopped or self._is_claimed or self._saver.busy
+            is_over = self._is_stopped or self._is_claimed or self.saver.busy
             if deadline is not None and not is_over and self.saved_step is None:
                 self.has_flushed = self.flush(_limit(deadline))
                 if self.has_flushed and is_lost:  # otherwise, the step in progress may still end
-                    self._on_lost()
+                    self.on_lost()
             if self.saved_step is None:  # the training may still reach its next step, and save
                 self._claim, self.is_decided = {}, False
             self._ended.set()
@@ -279,17 +277,17 @@ class SavepointSaver:
                 return None
             if self._is_hastened or now >= self._needed_at(deadline, now):
                 return deadline
-            if self._group.kv is not None and self._begun_key and now >= polls_at:
-                polls_at = now + 0.25 + self._group.size * 1e-4
-                if self._group.kv.get_text(self._begun_key) is not None:
+            if self.group.kv is not None and self._begun_key and now >= polls_at:
+                polls_at = now + 0.25 + self.group.size * 1e-4
+                if self.group.kv.get_text(self._begun_key) is not None:
                     return deadline  # another rank cannot wait any longer
             time.sleep(_POLL_SECONDS)
         return None
 
     def _needed_at(self, deadline: Deadline, now: float) -> float:
         """Return when to save: after half of the time, or now if the step will end too late."""
-        step, save = self._durations.usual_seconds
-        step_ends_at = max(self._durations.step_began_at + step, now)
+        step, save = self.durations.usual_seconds
+        step_ends_at = max(self.durations.step_began_at + step, now)
         if step and step_ends_at + 1.25 * save + SLACK > deadline.at:
             return max(self._leave_at, now)
         return (self._leave_at + deadline.at) / 2
@@ -318,53 +316,53 @@ class SavepointSaver:
                 step, is_equal, is_saving = choice.broadcast(decision, tuple[int, bool, bool])
                 if is_equal:
                     return not is_saving
-                if self._savepoint.step < step:
-                    self._savepoint.release()
+                if self.savepoint.step < step:
+                    self.savepoint.release()
 
     def _hold(self, step: int, limit: Deadline) -> tuple[int, bool]:
         """Hold the savepoint of ``step`` or later: its step, and whether the training saves it."""
         while not self._is_stopped and limit.seconds_left:
-            has_begun = self._saver.begun_step == self._savepoint.step
-            if not self._saver.busy or (has_begun and self._group.size > 1):
-                if self._savepoint.hold() and self._savepoint.step >= step:
+            has_begun = self.saver.begun_step == self.savepoint.step
+            if not self.saver.busy or (has_begun and self.group.size > 1):
+                if self.savepoint.hold() and self.savepoint.step >= step:
                     is_saving = has_begun or self._is_claimed
-                    return self._savepoint.step, is_saving and self._group.size > 1
-                self._savepoint.release()
+                    return self.savepoint.step, is_saving and self.group.size > 1
+                self.savepoint.release()
                 if self._is_awaited:
                     break
             time.sleep(_POLL_SECONDS)
         raise DeadlinePassed(
             "The state after the last step is not available",
-            found=self._savepoint.invalid_reason or "a save in flight",
+            found=self.savepoint.invalid_reason or "a save in flight",
         )
 
     def _hold_limit(self, deadline: Deadline) -> Deadline:
         """Return until when the ranks wait for a savepoint, so that a save still fits, or that of
         a state in a tier, which takes as long, although no save may be measured yet."""
         left = deadline.seconds_left
-        save = min(1.25 * self._durations.usual_seconds[1] + SLACK, left / 2)
-        reserved = max(save, left / 4) if self._saver.can_flush else save / 4
+        save = min(1.25 * self.durations.usual_seconds[1] + SLACK, left / 2)
+        reserved = max(save, left / 4) if self.saver.can_flush else save / 4
         return replace(deadline, at=deadline.at - reserved, cleanup=min(1.0, left / 20))
 
     def _save(self, deadline: Deadline) -> None:
         """Save the savepoint, which is held. The next step may begin when it is copied."""
-        label = self._savepoint.label
+        label = self.savepoint.label
         if label is None:
             return
-        if self._group.size == 1 and self._claim.setdefault("by", "watcher") != "watcher":
+        if self.group.size == 1 and self._claim.setdefault("by", "watcher") != "watcher":
             return
         self.is_decided = True
-        if label.version.step > self._saver.saved_step:
-            flat = self._savepoint.flatten_captured(self._group.rank)
+        if label.version.step > self.saver.saved_step:
+            flat = self.savepoint.flatten_captured(self.group.rank)
             if flat is None:
-                raise RankFailed(str(self._savepoint.invalid_reason), rank=self._group.rank)
+                raise RankFailed(str(self.savepoint.invalid_reason), rank=self.group.rank)
             end, group = self._end_staging, self._own_group
-            self._saver.save_savepoint(flat, label, _limit(deadline), group, end)
+            self.saver.save_savepoint(flat, label, _limit(deadline), group, end)
         self.saved_step = label.version.step
 
     def _end_staging(self) -> str | None:
-        reason = self._savepoint.invalid_reason
-        self._savepoint.release()
+        reason = self.savepoint.invalid_reason
+        self.savepoint.release()
         return reason
 
 
