@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from threading import Thread
 from typing import Any, Literal
 
@@ -88,24 +88,20 @@ class Work:
         return cls(functions={k: v and FunctionName(**v) for k, v in named}, **fields)
 
 
+@dataclass(eq=False, repr=False)
 class Worker:
     """Does the tasks of an evaluation, one after the other, with these ``functions`` and ``store``
     if the tasks do not name them. ``collate`` may be None, as for ``DataLoader`` of PyTorch.
     ``is_child``: of the evaluator, so that it may unpickle the store that a task names."""
 
-    def __init__(
-        self,
-        functions: Mapping[str, Any] | None = None,
-        store: Store | None = None,
-        *,
-        is_child: bool = False,
-    ) -> None:
-        self._functions, self._store, self._is_child = functions or {}, store, is_child
-        self._data: Any = None
-        self._records = 0  # 0: it has not started
-        self._model: Any = None
-        self._loaded = ("", "")
-        self._templates: dict[str, Any] = {}
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    store: Store | None = None
+    is_child: bool = False
+    _data: Any = None
+    _records: int = 0  # 0: it has not started
+    _model: Any = None
+    _loaded: tuple[str, str] = ("", "")
+    _templates: dict[str, Any] = field(default_factory=dict)
 
     def do(self, task: EvaluationTask) -> None:
         """Do a task, and report its result, or why it has none. Raises ``TaskError`` without the
@@ -141,8 +137,8 @@ class Worker:
         _renew(task, work.start)
         device_chooser(work.device)
         if work.functions:
-            self._functions = resolve(work.functions)
-        self._data = self._functions["data"]()
+            self.functions = resolve(work.functions)
+        self._data = self.functions["data"]()
         records = count_records(self._data)
         _renew(task, work.task)
         self._records = records
@@ -167,10 +163,10 @@ class Worker:
         _renew(task, work.task)
 
     def _set_up(self, work: Work) -> Any:
-        if work.store and self._store is None and self._is_child:
-            self._store = pickle.loads(base64.b64decode(work.store))
+        if work.store and self.store is None and self.is_child:
+            self.store = pickle.loads(base64.b64decode(work.store))
         folder = work.url.rpartition("/")[2]
-        location = locate(work.url) if self._store is None else Location(self._store, folder)
+        location = locate(work.url) if self.store is None else Location(self.store, folder)
         snapshot = open_location(location)
         if snapshot.digest != work.digest:
             raise NotFound(f"{work.url} was replaced by another snapshot", key=work.url)
@@ -178,11 +174,11 @@ class Worker:
             source: Any = Snapshot(snapshot)
             if work.keys:
                 source = load_snapshot(snapshot, keys=[*work.keys], device=work.device)
-            return self._functions["setup"](source)
+            return self.functions["setup"](source)
 
     def _evaluate(self, batch_size: int | None, start: int, stop: int) -> State:
         """Return the merged state of the metrics of the records ``start`` up to ``stop``."""
-        evaluate, collate = self._functions["evaluate"], self._functions["collate"]
+        evaluate, collate = self.functions["evaluate"], self.functions["collate"]
         states, name = MetricStates(self._templates), getattr(evaluate, "__name__", "evaluate")
         torch = torch_or_none()
         with nullcontext() if torch is None else torch.no_grad():

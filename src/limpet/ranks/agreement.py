@@ -552,9 +552,10 @@ class LocalAgreement:
             emit("not_agreed", wanted=sorted(actions), error=RankFailed("Training has ended"))
 
 
-def make_agreement(
-    group: Group, name: str, observer: Observer | None = None
-) -> Agreement | LocalAgreement:
+AnyAgreement = Agreement | LocalAgreement
+
+
+def make_agreement(group: Group, name: str, observer: Observer | None = None) -> AnyAgreement:
     """Create the ``Agreement`` of a group. All ranks of the group must call this function."""
     if group.kv is None or group.size == 1:
         return LocalAgreement()

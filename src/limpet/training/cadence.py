@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.agreement import AnyAgreement
 from limpet.ranks.group import Group
 from limpet.run.policy import PolicyInput, SavePolicy
 from limpet.training.preemption_plan import SAVE_BEFORE_STOP, SAVE_ON_REQUEST
@@ -47,10 +47,7 @@ class Cadence:
         self._last_seconds = time.monotonic()
 
     def save_reason(
-        self,
-        requested: bool,
-        agreed_proposals: frozenset[str],
-        agreement: Agreement | LocalAgreement,
+        self, requested: bool, agreed_proposals: frozenset[str], agreement: AnyAgreement
     ) -> Literal["request", "cadence", "preemption"] | None:
         """Return why the state after this step must be saved, or None. ``requested``: on this rank;
         ``agreed_proposals``: of the ranks, for this step."""

@@ -421,7 +421,7 @@ class Checkpointer:
             self._ensure_started()
             self._add_metrics(added_metrics)
             step = self._step_counter.progress.step
-            self._early_stop.observe(added_metrics, step, self._agreement, False)
+            self._early_stop.observe(added_metrics, step, self._agreement)
 
     @exclusive
     def step(
@@ -501,7 +501,7 @@ class Checkpointer:
             self._ensure_started()
             newest = self._saver.wait_on_all_ranks("ckpt.save()")
             step = self._step_counter.progress.step
-            self._early_stop.observe(added_metrics, step, self._agreement, False)
+            self._early_stop.observe(added_metrics, step, self._agreement)
             self._saver.metrics_log.add(step, added_metrics)
             self._metrics = {**self._metrics, **added_metrics}
             if newest is None or self._saver.saved_step != step:

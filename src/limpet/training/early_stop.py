@@ -13,7 +13,7 @@ from limpet import events
 from limpet.errors import LimpetError
 from limpet.format.names import MAX_STEP, Version
 from limpet.format.records import InexactEvaluation
-from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.agreement import AnyAgreement
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.catalog import VersionRecord, read_training_metadata
 from limpet.run.lineage import find_end, lineage_of
@@ -69,11 +69,7 @@ class EarlyStop:
     # -- the training thread -------------------------------------------------------------------
 
     def observe(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        agreement: Agreement | LocalAgreement,
-        agreed: bool,
+        self, metrics: Mapping[str, Any], step: int, agreement: AnyAgreement, agreed: bool = False
     ) -> None:
         """Observe the metrics of a step (the first value counts), and the scores recorded since the
         last call. ``agreed``: the ranks have agreed to stop at this step."""

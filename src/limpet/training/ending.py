@@ -17,7 +17,7 @@ from limpet.deadline import Deadline
 from limpet.format.records import Ended, InexactEvaluation
 from limpet.machine import after_fork
 from limpet.notices.exit_status import write_error
-from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.agreement import AnyAgreement
 from limpet.ranks.collective import Collective
 from limpet.ranks.error_report import Arrival, describe_cause, format_with_notes
 from limpet.ranks.group import Group, all_reduce, broadcast_from_first
@@ -180,7 +180,7 @@ class Ending:
         self.saver.warn_or_raise(self._start_save, "end")
         self._wait()
 
-    def finish_after(self, error: BaseException, agreement: Agreement | LocalAgreement) -> None:
+    def finish_after(self, error: BaseException, agreement: AnyAgreement) -> None:
         """End the training after ``error`` in the ``with`` block; other failures are reported with
         it. Raises the error of the rank that raised first, from ``error``."""
         if isinstance(error, errors.Preempted | errors.NoProgress):

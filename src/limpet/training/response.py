@@ -22,7 +22,7 @@ from limpet.notices.notice import Notice
 from limpet.notices.platform import detect_sources
 from limpet.notices.signals import request_signals, stop_signals
 from limpet.notices.watcher import NoticeWatcher
-from limpet.ranks.agreement import Agreement, LocalAgreement, Observer, RoundDeadline
+from limpet.ranks.agreement import Agreement, AnyAgreement, LocalAgreement, Observer, RoundDeadline
 from limpet.ranks.collective import SAVE_FN
 from limpet.ranks.error_report import decode_raised, describe_cause, error_text, is_from_torch
 from limpet.ranks.group import broadcast_from_first, failing_together
@@ -55,7 +55,7 @@ class PreemptionResponse(Observer):
         self._ending, self._saver, self._goodput = ending, ending.saver, ending.saver.goodput
         self._settings, self._group = self._saver.options.preemption, self._saver.group
         self._steps = ending.step_counter
-        self.agreement: Agreement | LocalAgreement = LocalAgreement()
+        self.agreement: AnyAgreement = LocalAgreement()
         """The agreement of the ranks, once the training has started."""
 
         self.open_calls = self.open_scopes = 0
@@ -110,7 +110,7 @@ class PreemptionResponse(Observer):
         """True after a notice, until this process leaves."""
         return self._deadline is not None
 
-    def agree_through(self, agreement: Agreement | LocalAgreement) -> None:
+    def agree_through(self, agreement: AnyAgreement) -> None:
         """Use ``agreement`` from now on, also for a notice that came before, and watch."""
         self.watch()
         self._savepoint_saver.join()

@@ -25,7 +25,7 @@ from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.generators import kept_generators
 from limpet.lazy_torch import torch_or_none
 from limpet.loading.snapshot import Snapshot, reader_of
-from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
+from limpet.ranks.agreement import AnyAgreement, LocalAgreement, make_agreement
 from limpet.ranks.group import Group, all_reduce, broadcast_from_first
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import Never, OnPreemption, SavePolicy
@@ -155,7 +155,7 @@ class TrainingEvaluation:
         self._is_exact, self._counts = on != "current", bool(counts)
         self._spec = EvaluationSpec(model, evaluate, data, records, whole(batch_size), collate)
         self._group = ckpt._group
-        self._agreement: Agreement | LocalAgreement = LocalAgreement()
+        self._agreement: AnyAgreement = LocalAgreement()
         self._agreed: frozenset[str] = frozenset()
         self._cadence: Cadence | None = None
         self._share: Share | QueueShare | None = None
@@ -436,7 +436,7 @@ class TrainingEvaluation:
                 ckpt._saver.wait_on_all_ranks("the record of an evaluation")
             snapshot = reader_of(ckpt.run.open(ckpt.run.find(step)))
         ckpt._saver.add_metrics(snapshot, metrics, self.name)
-        ckpt._early_stop.observe(metrics, step, ckpt._agreement, False)
+        ckpt._early_stop.observe(metrics, step, ckpt._agreement)
         self._complete(self._began)
         return str(version_of(snapshot))
 
@@ -450,9 +450,8 @@ class TrainingEvaluation:
         self._complete(self._began)  # the version that is saved now says so, too
         snapshot: Snapshot | None = None
 
-        def has_version() -> bool:
-            found = ckpt.run.latest() or ckpt._saver.wait()  # the first one may be in flight
-            return found is not None
+        def has_version() -> bool:  # the first one may be in flight
+            return (ckpt.run.latest() or ckpt._saver.wait()) is not None
 
         def record() -> str:
             about = snapshot or ckpt.run.latest()
@@ -472,7 +471,7 @@ class TrainingEvaluation:
             ckpt._saver.evaluated = before
             raise
         if self._counts:
-            ckpt._early_stop.observe(metrics, steps[1], ckpt._agreement, False)
+            ckpt._early_stop.observe(metrics, steps[1], ckpt._agreement)
         return version
 
     def _complete(self, began: Steps, key: str = _FIELD) -> None:
