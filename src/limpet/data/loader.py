@@ -23,20 +23,12 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch.utils import data
 
+from limpet import generators
 from limpet.arguments import check_count, check_rank, check_whole, require
 from limpet.data.epoch_order import EpochOrder, wrapped_samplers
 from limpet.data.samples import Samples, Stream, Task, WorkerState, get_back, start_worker
 from limpet.errors import InexactResume, LimpetError, PlanError
-from limpet.generators import (
-    END,
-    MASK,
-    STEP,
-    WORKER,
-    digest,
-    initial_seed,
-    kept_generators,
-    seed_generators,
-)
+from limpet.generators import digest, initial_seed, kept_generators, seed_generators
 from limpet.lazy_torch import rank_and_world_size
 from limpet.threads import no_op
 
@@ -169,7 +161,7 @@ class DataLoader(data.DataLoader[Any]):
         self._initial_seed = initial_seed()
         self.key = digest(self._initial_seed, "")
         if self._explicit is not None:
-            self.key = self._explicit = self._explicit & MASK
+            self.key = self._explicit = self._explicit & generators.MASK
         self._name, self._is_key_final = "", self._explicit is not None
         self._owner: object | None = None  # of the state that has this loader
         self._per_step = 1  # the most batches that one step has counted
@@ -311,7 +303,7 @@ class DataLoader(data.DataLoader[Any]):
 
     def _seed_end(self, position: _Position) -> None:
         rank, name = self._place()[0], digest(self._name)
-        seed_generators(self.key, END, name, position.epoch, position.at, rank)
+        seed_generators(self.key, generators.END, name, position.epoch, position.at, rank)
 
     def seed_end(self) -> None:
         """Seed what follows the pass, which an object around this loader ends after the steps."""
@@ -500,7 +492,8 @@ class DataLoader(data.DataLoader[Any]):
                     self._phase = "over"
                 self.batch = before.at // size
                 if in_state:
-                    seed_generators(self.key, STEP, name, before.epoch, before.at, rank)
+                    step = name, before.epoch, before.at, rank
+                    seed_generators(self.key, generators.STEP, *step)
                 yield batch
             # a rest that is shorter than a step is of the training, although no step has counted it
             self._has_counted |= start.at > 0 and 0 < len(self._handed) < self._per_step
@@ -576,7 +569,7 @@ class DataLoader(data.DataLoader[Any]):
 
             self._tasks.tasks = make_tasks()
         generator = cast(torch.Generator, self._inner.generator)
-        generator.manual_seed(digest(self.key, WORKER, start.epoch) >> 1)
+        generator.manual_seed(digest(self.key, generators.WORKER, start.epoch) >> 1)
         return self._inner
 
     def _make_inner(self, rank: int) -> data.DataLoader[Any]:

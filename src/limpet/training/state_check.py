@@ -89,7 +89,7 @@ def report_lacking(run_url: str, state: dict[str, Any]) -> None:
     if not all(isinstance(member, known) for member in members):
         return
     modules = [member for member in members if isinstance(member, module)]
-    if gaps := _find_untrained(state, modules, torch):
+    if modules and (gaps := _find_untrained(state, modules, torch)):
         warn_user(
             f"A resume of {run_url} would not be exact, because the state lacks something:"
             + "".join(f"\n- {gap}." for gap in gaps)
@@ -100,8 +100,6 @@ def report_lacking(run_url: str, state: dict[str, Any]) -> None:
 
 def _find_untrained(state: dict[str, Any], modules: list[Any], torch: Any) -> list[str]:
     """Describe the parameters that an optimizer has changed, and that the state lacks."""
-    if not modules:
-        return []
     lacking: dict[str, list[Any]] = {}
     saved = {id(p) for module in modules for p in module.parameters()}
     for key, optimizer in find_members(state, torch.optim.Optimizer).items():
