@@ -54,7 +54,9 @@ def crash(ckpt):
 def curves(store, metric="process"):
     """Return the steps and values of a metric, by the branch and whether it is current."""
     run = Run(store)
-    pieces, problems = read_steps(list_versions(run, run.listing()), metrics_log.list_files(store))
+    result = list_versions(run, run.listing())
+    versions = {e.version: e.metrics for e in result.entries}
+    pieces, problems = read_steps(store, result.ends, versions, metrics_log.list_files(store))
     assert problems == {}
     found = {(p.branch, p.is_current): p.curves[metric] for p in pieces if metric in p.curves}
     return {k: dict(zip(s.tolist(), v.tolist(), strict=True)) for k, (s, v) in found.items()}

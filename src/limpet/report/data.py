@@ -56,7 +56,8 @@ def read_report(result: ListResult, stats_bytes: int, checked: int | None = None
     run, latest = result.run, result.latest
     contents = None if latest is None else read_version(result, latest, stats_bytes)
     files = metrics_log.list_files(run.store)
-    log = read_steps(result, files) if files else ([], {})
+    versions = {e.version: e.metrics for e in result.entries}
+    log = read_steps(run.store, result.ends, versions, files) if files else ([], {})
     return RunReport(result, result.summarize(), contents, checked, *log)
 
 

@@ -83,8 +83,8 @@ def read_rows(rows: Sequence[Row], *, may_wait: bool) -> list[Row]:
     torch = torch_or_none()
     tensor = None if torch is None else torch.Tensor
     read = [
-        (after, step, dict(metrics))
-        for after, step, metrics in rows
+        ((branch, min(after, step)), step, dict(metrics))  # a program may go back by itself
+        for (branch, after), step, metrics in rows
         if may_wait or not any(map(_is_on_device, metrics.values()))
     ]
     groups = defaultdict[Any, list[tuple[dict[str, Any], str]]](list)

@@ -45,9 +45,8 @@ class MetricsLog:
     def add(self, step: int, metrics: dict[str, Any]) -> None:
         """Add checked metrics to those of a step. Each step calls this."""
         if metrics and self._is_on:
-            branch, after = self._position  # a program may have gone back by itself
-            self._unread.append(((branch, min(after, step)), step, metrics))
-            self._position = branch, step
+            self._unread.append((self._position, step, metrics))
+            self._position = self._position[0], step
             if monotonic() - self._read_at >= 60 or len(self._unread) >= _MOST_UNREAD:
                 self.read()
 

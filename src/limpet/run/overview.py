@@ -489,29 +489,33 @@ class BranchMetrics(NamedTuple):
 
 
 def read_steps(
-    result: ListResult, files: Iterable[MetricsFile], advance: Advance = no_op
+    store: Store,
+    ends: Mapping[int, int],
+    versions: Mapping[Version, Mapping[str, float]],
+    files: Iterable[MetricsFile],
+    advance: Advance = no_op,
 ) -> tuple[list[BranchMetrics], dict[str, LimpetError]]:
-    """Return the metrics of the listed versions, and of the steps in ``files`` of the metrics log;
-    and the errors of damaged files, by their keys. Raises ``StoreError``."""
+    """Return the metrics of ``versions``, and of the steps in ``files`` of the metrics log; and the
+    errors of damaged files, by their keys. ``ends``: see ``line_ends``. Raises ``StoreError``."""
     found: Any = defaultdict(lambda: defaultdict(lambda: (array("q"), array("d"))))
     records, problems = dict[MetricsFile, StepMetrics](), dict[str, LimpetError]()
     limits, remaining = defaultdict[int, int](lambda: MAX_STEP), sorted(files)
 
     def look(file: MetricsFile) -> None:
         try:
-            records[file] = metrics_log.read_file(result.run.store, file.key)[0]
+            records[file] = metrics_log.read_file(store, file.key)[0]
         except FormatError as e:
             problems[file.key] = e
         advance(1)
 
     def add(branch: int, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            steps, values = found[branch, step <= result.ends.get(branch, -1)][name]
+            steps, values = found[branch, step <= ends.get(branch, -1)][name]
             steps.append(step)
             values.append(value)
 
-    for entry in result.entries:  # the newest values first
-        add(entry.version.branch, entry.version.step, entry.metrics)
+    for version, added in versions.items():  # the newest values first
+        add(version.branch, version.step, added)
     while remaining:  # few are in memory at a time
         look_up_each(remaining[-100:], look)
         for file in sorted(records, reverse=True):
@@ -525,6 +529,5 @@ def read_steps(
         for name, (steps, values) in curves.items():
             unique, first = np.unique(steps, return_index=True)
             curves[name] = unique, np.asarray(values)[first]
-    return [
-        BranchMetrics(b, is_current, c) for (b, is_current), c in sorted(found.items())
-    ], problems
+    pieces = [BranchMetrics(b, current, found[b, current]) for b, current in sorted(found)]
+    return pieces, problems

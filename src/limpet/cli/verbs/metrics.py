@@ -14,8 +14,9 @@ from limpet.cli.console import Cell, print_line, print_table, progress_bar
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, json_option, print_json
 from limpet.cli.resolve import resolve_run
+from limpet.run.lineage import line_ends
 from limpet.run.metrics_log import list_files
-from limpet.run.overview import BranchMetrics, list_versions, read_steps
+from limpet.run.overview import BranchMetrics, read_steps
 from limpet.text import format_value, to_printable
 
 
@@ -34,12 +35,13 @@ def command(ctx: click.Context, run: str, as_csv: bool, as_json: bool) -> None:
     if as_csv and as_json:
         raise click.UsageError("--csv cannot be combined with --json", ctx)
     opened, listing = resolve_run(run, require_version=False)
-    count = len(listing.versions)
-    with progress_bar("reading manifests", count, quiet=as_json, unit="versions") as advance:
-        result = list_versions(opened, listing, advance)
-    files = list_files(opened.store)
+    catalog, store = opened.catalog, opened.store
+    files, ends = list_files(store), line_ends(catalog, listing)
     with progress_bar("reading metrics", len(files), quiet=as_json, unit="files") as advance:
-        pieces, problems = read_steps(result, files, advance)
+        records = {v: r for v, r in catalog.read_versions(listing).items() if r.digest}
+        added = {v: catalog.evaluations.read(v, r.digest).metrics() for v, r in records.items()}
+        versions = {v: {**r.metrics, **added[v]} for v, r in records.items()}
+        pieces, problems = read_steps(store, ends, versions, files, advance)
     if as_json:
         damaged = [{"file": file, **describe_error(e)} for file, e in problems.items()]
         branches = [*map(_build_document, pieces)]
