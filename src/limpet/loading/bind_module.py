@@ -20,14 +20,11 @@ from limpet.errors import InexactResume
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT
-from limpet.loading.binding import STATE_INVALID, Binding
+from limpet.loading.binding import STATE_INVALID, Binding, Members
 from limpet.loading.targets import Finalize, LoadTargets, tag_of
 from limpet.state import composites, modules, sharding
 from limpet.state.arrays import part_library
 from limpet.text import format_list, warn_user, with_article
-
-Members = dict[str, tuple[Any, str]]
-"""Saved members of a module by name: nodes, each with its key."""
 
 _MAX_NAMES = 5
 

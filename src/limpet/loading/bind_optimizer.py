@@ -13,18 +13,13 @@ from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT, rename
 from limpet.loading.bind_stateful import bind_stateful, is_dict
-from limpet.loading.binding import STATE_INVALID, Binding
+from limpet.loading.binding import STATE_INVALID, Binding, Members
 from limpet.loading.targets import Finalize, is_leaf, tag_of
 from limpet.state import composites, modules, optimizers, sharding
 from limpet.state.arrays import library_of, part_library
 from limpet.state.loadable import shares_elements
 from limpet.state.walk import parameters_of
 from limpet.text import format_list
-
-Members = dict[Any, tuple[Any, str]]
-"""Nodes by name, each with its key."""
-
-_WRAPPERS = ("module", "_orig_mod")
 
 
 def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
@@ -307,7 +302,7 @@ def _recorded_names(group: Any) -> list[str]:
 
 
 def _bare(name: str) -> str:
-    return ".".join(level for level in name.split(".") if level not in _WRAPPERS)
+    return ".".join(n for n in name.split(".") if n not in ("module", "_orig_mod"))
 
 
 def _note_misfits(binding: Binding, owner: SlotOwner, name: str, slots: Any, key: str) -> bool:

@@ -115,7 +115,6 @@ def _compare(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
 
 
 def _compare_lists(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
-    """Compare two lists of states, state by state."""
     if type(live) is not list or tag_of(node) != "list":
         return _unchanged
     keys = [f"{key}/{i}" for i in range(max(len(live), len(node["list"])))]

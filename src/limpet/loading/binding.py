@@ -19,6 +19,9 @@ from limpet.state.arrays import Memory, part_library
 from limpet.state.flatten import ParameterNames
 from limpet.types import Box
 
+Members = dict[Any, tuple[Any, str]]
+"""The nodes of saved members by name, each with its key."""
+
 STATE_INVALID = (
     "The live state may be partly overwritten and is not valid; load an intact version into it"
     " before training continues"
@@ -52,7 +55,7 @@ class Binding:
     def keeps_missing(self) -> KeyFilter:
         return self.leniency.tolerates("missing")
 
-    def dict_members(self, value: Any, node: Any, key: str) -> dict[Any, tuple[Any, str]] | None:
+    def dict_members(self, value: Any, node: Any, key: str) -> Members | None:
         """Return the members of a dict's node by name, each with its key. Return None, and record a
         difference, if the node is not a dict."""
         if node is ABSENT:

@@ -11,8 +11,6 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
-from msgspec import Struct
-
 from limpet.errors import LimpetError
 from limpet.format import torch_types, tree
 from limpet.format.names import Version
@@ -81,7 +79,6 @@ class SubtreeView(Mapping[str, Any]):
 
 
 def missing_key(key: object, known: list[str], of: str = "") -> str:
-    """Return the message of a ``KeyError``."""
     return f"{key} is not a key{of}; the keys are {format_list(known, 5) or 'none'}"
 
 
@@ -294,13 +291,6 @@ def reader_of(snapshot: Snapshot) -> SnapshotReader:
     return snapshot._reader
 
 
-class Opened(Struct, frozen=True):
-    """The snapshot that rank 0 has opened: its URL, and the digest of its manifest."""
-
-    url: str
-    digest: str
-
-
 def open_again(
     snapshot: Snapshot, group: Group | None = None, timeout: float | None = None
 ) -> SnapshotReader:
@@ -308,12 +298,12 @@ def open_again(
     ``NotFound`` or ``DigestMismatch``."""
     location = reader_of(snapshot).location.without_limit().limit("load", timeout)
     reader = SnapshotReader(location, None, reader_of(snapshot).digest)
-    found = broadcast_from_first(
+    digest = broadcast_from_first(
         group or Group(),
         f"the opening of {location.name}",
-        lambda: Opened(reader.url, reader.digest),
-        Opened,
+        lambda: reader.digest,
+        str,
         on_each=lambda: reader.manifest,
         deadline=location.deadline,
     )
-    return reader if found.digest == reader.digest else SnapshotReader(location, None, found.digest)
+    return reader if digest == reader.digest else SnapshotReader(location, None, digest)

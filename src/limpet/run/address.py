@@ -15,7 +15,7 @@ from limpet.deadline import Deadline
 from limpet.errors import NotFound
 from limpet.format.names import Version, split_address
 from limpet.loading.differences import Leniency
-from limpet.loading.snapshot import Opened, Snapshot, load_and_show, open_again
+from limpet.loading.snapshot import Snapshot, load_and_show, open_again
 from limpet.machine import path_text
 from limpet.ranks.group import (
     Group,
@@ -170,17 +170,17 @@ def open_on_all_ranks(
 
     opened: list[SnapshotReader] = []
 
-    def choose() -> Opened:
+    def choose() -> tuple[str, str]:
         opened.append(open_reader(address, deadline))
-        return Opened(opened[0].url, opened[0].digest)
+        return opened[0].url, opened[0].digest
 
-    operation = f"the opening of {where}"
-    found = broadcast_from_first(group, operation, choose, Opened, deadline=deadline)
+    opening = f"the opening of {where}"
+    found, digest = broadcast_from_first(group, opening, choose, tuple[str, str], deadline=deadline)
     # A URL does not contain the options of a store, so each rank uses the store that it was given.
-    location = locate(found.url if is_text else address).limit("load", None, deadline)
+    location = locate(found if is_text else address).limit("load", None, deadline)
     if opened:  # on rank 0, which has read the manifest
-        return SnapshotReader(location, opened[0].manifest, found.digest, opened[0].leaves)
-    return SnapshotReader(location, None, found.digest)
+        return SnapshotReader(location, opened[0].manifest, digest, opened[0].leaves)
+    return SnapshotReader(location, None, digest)
 
 
 def load(  # noqa: PLR0913  (the public face)

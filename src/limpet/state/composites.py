@@ -49,7 +49,6 @@ def is_subclass(value: Any) -> bool:
 
 
 def class_name(value: Any) -> str:
-    """Return the qualified name of the value's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

@@ -111,5 +111,4 @@ def module_structure(roots: list[torch.nn.Module]) -> tuple[list[Any], list[int]
 
 
 def are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return True if two sequences contain the same objects."""
     return len(objects) == len(others) and all(map(is_, objects, others))

@@ -306,9 +306,6 @@ def _read_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 # Most are small, such as buffers of thousands of layers, and are read all at once. They are found
 # again at every copy: code may replace, add, or remove them.
 
-PrefixedModules = list[tuple[str, Any]]
-"""Submodules, each with the prefix of its members' names."""
-
 _MAX_RANGE_BYTES = 4096
 """Larger tensors are copied one at a time, each into memory of its own."""
 
@@ -397,11 +394,11 @@ class MemberCopies:
 
 def find_mutable_members(
     module: torch.nn.Module, stable_storages: Container[int], stable_addresses: frozenset[int]
-) -> tuple[PrefixedModules, MemberCopies] | None:
-    """Return the submodules with members that may change: those with code of their own, and the
-    others. None: hooks or an overridden ``state_dict`` build the state dict."""
+) -> tuple[list[tuple[str, Any]], MemberCopies] | None:
+    """Return the submodules with members that may change: those with code of their own, each with
+    its prefix, and the others. None: hooks or an overridden ``state_dict`` build the state dict."""
     base: Any = lazy_torch.torch_or_none().nn.Module
-    custom: PrefixedModules = []
+    custom: list[tuple[str, Any]] = []
     plain: list[tuple[str, Any, bool]] = []
     for path, sub in module.named_modules(remove_duplicate=False):
         cls: Any = type(sub)

@@ -35,7 +35,6 @@ class StepPreHook:
             _register(self)
 
     def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call ``before_step`` if this hook covers the optimizer, which is about to step."""
         if (
             self._all_optimizers
             or id(optimizer) in self._optimizer_ids
@@ -44,7 +43,6 @@ class StepPreHook:
             self._before_step()
 
     def remove(self) -> None:
-        """Deactivate the hook."""
         global _step_pre_hooks
         with _step_pre_hooks_lock:
             _step_pre_hooks = tuple(ref for ref in _step_pre_hooks if ref() not in (None, self))

@@ -65,7 +65,6 @@ class Streamed(ABC):
 
 
 def find_streamed(state: Any) -> Members:
-    """Return the streamed members of a state."""
     state = as_dict(state)
     if type(state) is not dict or not any(isinstance(v, Streamed) for v in state.values()):
         return {}

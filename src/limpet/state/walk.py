@@ -56,12 +56,10 @@ def modules_in(state: Any) -> list[torch.nn.Module]:
 
 
 def parameters_and_slots(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Return the parameters of the optimizers and the tensors in their slots."""
     return [*chain.from_iterable(chain(parameters_of(o), slots_of(o)) for o in optimizers)]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters of all groups of an optimizer."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 

@@ -165,7 +165,6 @@ class ArrayLibrary(ABC):
         return 0
 
     def addresses(self, parts: Sequence[Any]) -> list[int]:
-        """Return ``address`` of each part."""
         return [*map(self.address, parts)]
 
     def copy_range(self, part: Any, start: int, stop: int, out: memoryview) -> None:
