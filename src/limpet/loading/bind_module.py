@@ -16,6 +16,8 @@ from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import Any
 
+import torch
+
 from limpet.errors import InexactResume
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
@@ -32,8 +34,6 @@ _MAX_NAMES = 5
 def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     """Bind every member of the module's state dict. The module's code loads what is not the memory
     of a parameter or buffer (extra state, lazy parameters); custom code loads every member."""
-    import torch
-
     members = binding.dict_members(module, node, key)
     if members is None:
         return lambda: module
@@ -221,8 +221,6 @@ class _Loader:
 
     def bind_converted(self, name: str, node: Any, key: str) -> None:
         """Bind a saved member that the code gets, unless it was seen to ignore its shape."""
-        import torch
-
         binding = self.binding
         value: Any = self.state.get(name)
         source = binding.tensor_source(node, key)
@@ -246,8 +244,6 @@ class _Loader:
     def _try(self, owner: str, path: str, members: Members) -> dict[str, str]:
         """Load the saved members of a submodule into a copy of it, by its code, and record what it
         does not load. Return nothing if it cannot be tried, and the differences are reported."""
-        import torch
-
         binding, start, live_start = self.binding, *(f"{p}." if p else "" for p in (owner, path))
         live = {name: n for n, name in self.names.items() if n.startswith(start)}
         for name, n in live.items():  # hooks of a wrapper may have removed its level
@@ -307,8 +303,6 @@ class _Loader:
 
 def _mark(value: Any) -> Any:
     """Fill a tensor with an element that hardly any code loads, and return it."""
-    import torch
-
     is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
     return value.fill_(torch.iinfo(value.dtype).max - 6 if is_integer else 0.739)
 
@@ -324,8 +318,6 @@ def _load_state_dict(module: Any, given: Any) -> Any:
 
 def _is_overridden(module: Any) -> bool:
     """Return True if ``load_state_dict`` is not PyTorch's, in the class or of this object."""
-    import torch
-
     method = getattr(module.load_state_dict, "__func__", module.load_state_dict)
     return method is not torch.nn.Module.load_state_dict
 
@@ -333,8 +325,6 @@ def _is_overridden(module: Any) -> bool:
 def _copy_module(module: Any) -> Any:
     """Copy a module, its submodules, hooks, parameters, and buffers. The rest is shared: it may be
     large, such as a trainer, or something that cannot be copied."""
-    import torch
-
     own = vars(torch.nn.Module()).keys()
     others = (v for sub in module.modules() for name, v in vars(sub).items() if name not in own)
     copied = torch.nn.Module, torch.nn.Parameter, torch.nn.Buffer
@@ -358,8 +348,6 @@ def _memory_key(value: Any, key: str) -> object:
 
 def _is_dense(value: Any) -> bool:
     """Return True for a tensor with memory that bytes can be written to."""
-    import torch
-
     return (
         isinstance(value, torch.Tensor)
         and not torch.nn.parameter.is_lazy(value)
@@ -371,8 +359,6 @@ def _is_dense(value: Any) -> bool:
 
 def _are_same(a: Any, b: Any) -> bool:
     """Return True if two tensors have the same elements, also NaN."""
-    import torch
-
     a, b = (getattr(t, "_local_tensor", t) for t in (a, b))
     is_comparable = isinstance(a, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
     return is_comparable and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from limpet.errors import LimpetError
@@ -17,7 +18,7 @@ from limpet.format.names import join_key
 from limpet.format.numpy_dtypes import from_descr
 from limpet.format.rejected import nested_too_deeply, unsupported
 from limpet.layout.select import ABSENT
-from limpet.loading.bind_module import bind_module
+from limpet.lazy_torch import torch_or_none
 from limpet.loading.bind_optimizer import bind_optimizer, bind_own_optimizer
 from limpet.loading.bind_stateful import bind_stateful
 from limpet.loading.binding import STATE_INVALID, Binding
@@ -29,6 +30,9 @@ from limpet.state.replication import PerRank, Replicated, keeps_per_rank
 from limpet.state.streamed import Streamed
 from limpet.state.walk import IMMUTABLE_TYPES, as_dict
 from limpet.types import DTYPES, Box
+
+if torch_or_none() is not None:
+    import_module("limpet.loading.bind_module")  # now, because a step must not import anything
 
 _NON_VALUE_TAGS = frozenset(
     {"tensor", "array", "tied", "sparse", "dict", "ordered", "items", "list", "tuple"}
@@ -71,6 +75,8 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
     if keeps_per_rank(value) and not binding.inside_wrapper:
         return _bind_per_rank(binding, value, node, key)
     if modules.is_module(value):
+        from limpet.loading.bind_module import bind_module  # which imports torch
+
         return bind_module(binding, value, node, key)
     if tag_of(node) == "dict" and optimizers.INNER in node["dict"] and optimizers.has_groups(value):
         return _bind_with_inner(binding, value, node, key)
