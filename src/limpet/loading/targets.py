@@ -17,7 +17,8 @@ from limpet.snapshot.chunks import Target
 from limpet.snapshot.leaf import allocate, as_records
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state import composites
-from limpet.state.sharding import empty_like, get_local_boxes, is_dtensor
+from limpet.state.arrays import part_library
+from limpet.state.sharding import empty_like, is_dtensor
 from limpet.types import Box
 
 Finalize = Callable[[], Any]
@@ -51,10 +52,9 @@ class LoadTargets:
         source = node.get("tied", key)
         return source, self.snapshot.nodes()[source] if tag_of(node) == "tied" else node
 
-    def add(self, source: str, into: Any, box: Box | None = None) -> None:
-        """Request that the leaf, or a box of it, is read into ``into``."""
-        dtype, shape = self.snapshot.leaves[source]
-        box = Box.whole(shape) if box is None else box
+    def add(self, source: str, into: Any, box: Box) -> None:
+        """Request that a box of a leaf is read into ``into``."""
+        dtype, _ = self.snapshot.leaves[source]
         if 0 not in box.sizes:
             self.requests.append(ReadRequest(source, box))
             self.targets.append(Target.from_tensor(dtype, box.sizes, into))
@@ -81,8 +81,7 @@ class LoadTargets:
                     if made is None:
                         made = allocate(leaf, k, dtype or stored, shape, leaf_device)
                     self.fresh[source] = made
-                    boxes = None if like is None else get_local_boxes(made, k)
-                    for box, part in [(None, made)] if boxes is None else boxes.box_tensors:
+                    for box, part in part_library(type(made)).local_boxes(made, k).box_tensors:
                         self.add(source, part, box)
         return lambda: tree.decode(node, key, self.decode_leaf)
 
@@ -166,9 +165,6 @@ def is_leaf(node: Any) -> bool:
 
 # -- devices ---------------------------------------------------------------------------------------
 
-_SAVED = "saved"
-"""The value of ``device=`` for the devices from which the tensors were saved."""
-
 
 def device_chooser(device: Any) -> Callable[[SnapshotReader, str], Any]:
     """Return a function that returns the device for a snapshot and the key of a leaf.
@@ -179,7 +175,7 @@ def device_chooser(device: Any) -> Callable[[SnapshotReader, str], Any]:
     ``LimpetError`` for an invalid one; the function, if a device is not known or not here.
     """
     is_mapping = isinstance(device, Mapping)
-    if device != _SAVED and not is_mapping:
+    if device != "saved" and not is_mapping:
         if device not in (None, "cpu"):
             _check_device(device, f"device={device!r:.80}")
         return lambda snapshot, key: device
