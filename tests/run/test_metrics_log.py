@@ -319,6 +319,20 @@ def test_an_outage_is_told_once_and_the_metrics_are_written_later(monkeypatch, f
     assert curves(store)[0, True].keys() == expected
 
 
+def test_a_fault_in_the_log_prevents_no_commit():
+    store = HookedStore(MemoryStore())
+
+    def fail(method, key):
+        if key.startswith(METRICS_LOG):
+            raise MemoryError
+
+    store.before = fail
+    with suppress(MemoryError), logged(store, EverySteps(1)) as ckpt:
+        ckpt.step({"process": 0})
+        ckpt.wait()
+    assert Run(store.inner).latest().step == 1
+
+
 def test_no_save_waits_for_a_thread_whose_store_hangs():
     store, hangs, goes_on, waited = HookedStore(MemoryStore()), Event(), Event(), []
 

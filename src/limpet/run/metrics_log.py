@@ -29,7 +29,7 @@ class MetricsLog:
     """Writes the log, if it ``is_on``. The training thread calls all methods but ``write``."""
 
     def __init__(self, lock: WriterLock, *, is_on: bool) -> None:
-        self._lock, self._is_on, self._read_at = lock, is_on, monotonic()
+        self._lock, self.is_on, self._read_at = lock, is_on, monotonic()
         self._position = 0, 0  # branch, step
         self._unread, self._rows = list[Row](), list[Row]()  # on a device, and to be written
         self._written: object = None  # the lock and the position after the last file
@@ -39,12 +39,12 @@ class MetricsLog:
     def begin(self, branch: int, step: int) -> None:
         """Go on after a step of a branch, from which the training has resumed."""
         self._position = branch, step
-        if not self._is_on:  # an earlier training may have had a log, and this one undoes its end
+        if not self.is_on:  # an earlier training may have had a log: before a commit, undo its end
             self._rows.append((self._position, step, {}))
 
     def add(self, step: int, metrics: dict[str, Any]) -> None:
         """Add checked metrics to those of a step. Each step calls this."""
-        if metrics and self._is_on:
+        if metrics and self.is_on:
             self._unread.append((self._position, step, metrics))
             self._position = self._position[0], step
             if monotonic() - self._read_at >= 60 or len(self._unread) >= _MOST_UNREAD:
@@ -66,7 +66,7 @@ class MetricsLog:
                 self._put(store)
             self._is_failing = False
         except LimpetError as e:
-            if must and self._is_on:
+            if must:
                 raise
             if not self._is_failing:
                 events.emit("metrics_unwritten", run=store.url, error=e)
@@ -79,7 +79,7 @@ class MetricsLog:
         lock_id, position = self._lock.id, self._rows[0][0]
         if self._written != (lock_id, position):  # a new start; another training may have logged
             self._number = 1 + max((file.start for file in list_files(store)), default=0)
-        if self._number == 1 and not self._is_on:
+        if self._number == 1 and not self.is_on:
             self._rows.clear()  # there is no log
             return
         branch, after = position

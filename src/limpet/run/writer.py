@@ -6,7 +6,7 @@ A ``Checkpointer`` saves through it in the background, other programs by ``Run.w
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
@@ -34,6 +34,7 @@ from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.streamed import find_streamed
+from limpet.storage.store import Store
 from limpet.tracebacks import short_tracebacks
 
 _MAX_SESSIONS = 256
@@ -273,10 +274,13 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         self.attempt = job.partition.attempt
         return job
 
-    def commit(self, job: SaveJob) -> SnapshotReader:
-        """Run the second half of a save, with the fence: the lock. If `limpet verify` has found
-        damage in what it would refer to, the save is full."""
-        saved = finish_save(job, partial(self.lock.check, job.location.store), self._is_sound)
+    def commit(
+        self, job: SaveJob, check_writer: Callable[[Store], object] | None = None
+    ) -> SnapshotReader:
+        """Run the second half of a save, with the fence: by default, the lock. If `limpet verify`
+        has found damage in what it would refer to, the save is full."""
+        fence = partial(check_writer or self.lock.check, job.location.store)
+        saved = finish_save(job, fence, self._is_sound)
         self.retention.is_held = job.base is not None and not self._is_sound(job.base)
         return saved
 

@@ -28,7 +28,7 @@ from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.state.flatten import FlatState
 from limpet.state.step_hooks import StepPreHook
 from limpet.state.walk import optimizers_in
-from limpet.storage.store import within
+from limpet.storage.store import Store, within
 from limpet.text import warn_user
 from limpet.threads import no_op
 from limpet.tiers.local_snapshots import LocalSnapshots, Promotion
@@ -386,13 +386,20 @@ class Saver:
     ) -> SnapshotReader:
         """Finish a save in the background: commit it, and then apply retention."""
         began = time.perf_counter()
+
+        def check_writer(store: Store) -> None:
+            try:
+                if spec.deadline is None:  # no kill after the commit loses the metrics before it
+                    self.metrics_log.write(self.run.store)
+            except Exception as e:  # noqa: BLE001  (commit all the same: the next call raises this)
+                self._errors.append(e)
+            self.writer_lock.check(store)  # right before the commit
+
         try:
-            if spec.deadline is None:  # before the commit: no kill loses what the version follows
-                self.metrics_log.write(self.run.store)
             if promotion is None:
-                snapshot = self.writer.commit(job)
+                snapshot = self.writer.commit(job, check_writer)
             else:
-                snapshot = promotion.finish(job, self.writer_lock.check)
+                snapshot = promotion.finish(job, check_writer)
         except BaseException as e:
             self._record_failure(spec, e)
             raise
@@ -442,6 +449,8 @@ class Saver:
 
     def finish_log(self) -> None:
         """Write the metrics of the last steps. Raises ``StoreError``."""
+        if not self.metrics_log.is_on:
+            return
         self.metrics_log.read()
         try:
             self.metrics_log.write(self.run.store, -1, must=True)
@@ -453,6 +462,8 @@ class Saver:
     def close_log(self, seconds: float) -> None:
         """Write within ``seconds`` what is left of the metrics, without an error or a wait for a
         device, which may never answer."""
+        if not self.metrics_log.is_on:
+            return
         self.metrics_log.read(may_wait=False)
         deadline = Deadline.after(seconds, "the last metrics")
         self.metrics_log.write(within(self.run.store, deadline), seconds)
