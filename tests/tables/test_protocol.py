@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from limpet import tables
-from limpet.tables.client import Placement
 from limpet.tables.coordinator import Coordinator
 from limpet.tables.ids import bucket_of
 from limpet.tables.messages import Commit, Entry, Push, Rates, Refused, Sender
@@ -317,7 +316,7 @@ def test_a_worker_that_waits_asks_less_and_less_often(monkeypatch):
     worker = Worker(
         "worker 1",
         [],
-        Placement([0]),
+        [0],
         call=call,
         ask=lambda request: Entry(request.number, 0, 1, Rates({})),
         queue=SimpleNamespace(evaluation=None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,46 +29,40 @@ def call_all(engine: Any, method: str, *arguments: Any) -> dict[int, Any]:
     return found
 
 
-class Placement:
-    """Which server has which rows: ``first_buckets`` of the servers, whose ranges are in order."""
-
-    def __init__(self, first_buckets: Sequence[int]) -> None:
-        self.servers = len(first_buckets)
-        self._firsts = np.array(first_buckets)
-
-    def split(self, ids: Ids) -> Iterator[tuple[int, Any]]:
-        """Yield the servers that have some of the ids, each with an index that selects these."""
-        if self.servers == 1:
-            yield 0, slice(None)
-            return
-        server = np.searchsorted(self._firsts, bucket_of(ids), "right") - 1
-        for number in range(self.servers):
-            found = np.flatnonzero(server == number)
-            if len(found):
-                yield number, found
+def _split(first_buckets: Sequence[int], ids: Ids) -> Iterator[tuple[int, Any]]:
+    """Yield the servers that have some of the ids, each with an index that selects these."""
+    if len(first_buckets) == 1:
+        yield 0, slice(None)
+        return
+    server = np.searchsorted(first_buckets, bucket_of(ids), "right") - 1
+    for number in range(len(first_buckets)):
+        found = np.flatnonzero(server == number)
+        if len(found):
+            yield number, found
 
 
 class TableClient:
     """Pulls rows of the tables, and collects their gradients until they are taken.
 
     ``sender``: what each message of a worker begins with. Gradients come from ``backward``, once
-    for each look-up, also if a module is used several times.
+    for each look-up, also if a module is used several times. ``connect`` it first.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        placement: Placement,
-        call: Call,
-        *,
-        has_gradients: bool = True,
-    ) -> None:
-        self.tables = {table.name: table for table in tables}
-        self.placement, self._call = placement, call
+    def __init__(self, *, has_gradients: bool = True) -> None:
         self._has_gradients = has_gradients
         self.sender: Sender | None = None
         self.cut = ""  # the cut of an evaluation, if the rows are those of then
         self._parts: dict[str, list[RowGradients]] = {}
+
+    def connect(self, tables: Iterable[Table], first_buckets: Sequence[int], call: Call) -> None:
+        """Use other servers from now on, each of which has the buckets from a first one on. A
+        ``pull`` of another thread uses either the old or the new ones."""
+        self.tables = {table.name: table for table in tables}
+        self._servers = first_buckets, call
+
+    @property
+    def first_buckets(self) -> Sequence[int]:
+        return self._servers[0]
 
     def __deepcopy__(self, memo: object) -> TableClient:
         return self  # a copy of a model looks up the same rows
@@ -87,10 +81,11 @@ class TableClient:
     def pull(self, name: str, ids: Ids) -> torch.Tensor:
         """Return the rows of ids, one for each, also if some are equal."""
         table = self.table(name)
-        parts = dict(self.placement.split(ids))
+        first_buckets, call = self._servers
+        parts = dict(_split(first_buckets, ids))
         arguments = {n: (self.sender, {name: ids[part]}, self.cut) for n, part in parts.items()}
-        found = self._call("pull", arguments)
-        if self.placement.servers == 1:
+        found = call("pull", arguments)
+        if len(first_buckets) == 1:
             pulled: torch.Tensor = found[0][name]
             return pulled
         rows = torch.empty(len(ids), table.dim, dtype=table.dtype, device="cpu")
@@ -125,9 +120,9 @@ class TableClient:
 
     def split(self, rows: Mapping[str, RowGradients]) -> list[dict[str, RowGradients]]:
         """Return the part of each server."""
-        parts: list[dict[str, RowGradients]] = [{} for _ in range(self.placement.servers)]
+        parts: list[dict[str, RowGradients]] = [{} for _ in self.first_buckets]
         for name, (ids, gradients) in rows.items():
-            for number, part in self.placement.split(ids):
+            for number, part in _split(self.first_buckets, ids):
                 chosen = part if isinstance(part, slice) else torch.from_numpy(part)
                 parts[number][name] = ids[part], gradients[chosen]
         return parts

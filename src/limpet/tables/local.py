@@ -71,7 +71,7 @@ class LocalEngine:
         worker = Worker(
             name,
             [*client.tables.values()],
-            client.placement,
+            client.first_buckets,
             call=self.call,
             ask=turn.ask,
             queue=work.queue,

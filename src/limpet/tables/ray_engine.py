@@ -32,7 +32,7 @@ from limpet.snapshot.location import locate
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
-from limpet.tables.client import Placement, ServersLost, call_all
+from limpet.tables.client import ServersLost, call_all
 from limpet.tables.dense import DensePart, distribute, keep_part
 from limpet.tables.driver import Ended, Work
 from limpet.tables.member import TableMember
@@ -181,10 +181,10 @@ class LimpetTableWorker:
     """A worker in a process of its own."""
 
     def work(
-        self, path: list[str], setup: bytes, call: Any, placement: Placement, name: str, number: int
+        self, path: list[str], setup: bytes, call: Any, firsts: Any, name: str, number: int
     ) -> str:
         """Call the function of the user. Return why it has stopped early, or "". ``number``: of
-        the generation."""
+        the generation; ``firsts``: the first buckets of the servers."""
         ray_cluster.add_path(path)
         train, tables, seed, address = pickle.loads(setup)
         with RemoteQueue.connect(address, name) as queue:
@@ -198,7 +198,7 @@ class LimpetTableWorker:
 
             more = {"call": call, "ask": ask, "queue": queue, "generation": number, "seed": seed}
             try:
-                train(Worker(name, tables, placement, **more))
+                train(Worker(name, tables, firsts, **more))
             except WorkerStopped as e:
                 return f"it was stopped. {e}"
             except LimpetError as e:
@@ -289,7 +289,7 @@ class RayEngine:
     def start_worker(self, name: str, generation: int) -> None:
         actor = self._workers[name] = self._class_of_workers.remote()
         call = partial(call_servers, self._ray, self._actors)
-        setup = ray_cluster.own_path(), self._work_setup, call, self._work.client.placement
+        setup = ray_cluster.own_path(), self._work_setup, call, self._work.client.first_buckets
         work = actor.work.remote(*setup, name, generation)
         work.future().add_done_callback(partial(self._end_worker, name))
 

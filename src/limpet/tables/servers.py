@@ -19,7 +19,7 @@ from limpet.settings import read_settings
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.walk import find_instances
 from limpet.tables import dense as dense_parts
-from limpet.tables.client import Placement, ServersLost, TableClient, call_all
+from limpet.tables.client import ServersLost, TableClient, call_all
 from limpet.tables.coordinator import Coordinator, Synchronous
 from limpet.tables.driver import Driver, Inbox, Work
 from limpet.tables.ids import BUCKETS, to_ids
@@ -120,7 +120,7 @@ class Servers(TableMember):
 
             members = {"model": self.model, "optimizer": self.optimizer} if dense else {}
             self._engine = RayEngine(specs, count, members, ray or {})
-        self.client = TableClient(specs, Placement([0]), self._engine.call)
+        self.client = TableClient()
         self._place()
         self._driver: Driver | None = None
 
@@ -156,7 +156,8 @@ class Servers(TableMember):
         return [TableServer(specs, buckets, part) for buckets, part in zip(ranges, parts)]
 
     def _place(self) -> None:
-        self.client.placement = Placement([buckets.start for buckets in self.ranges])
+        firsts = [buckets.start for buckets in self.ranges]
+        self.client.connect(self.specs.values(), firsts, self._engine.call)
 
     def _rates(self) -> Rates:
         rates = dict[str, float]()

@@ -23,7 +23,7 @@ from limpet.snapshot.location import Url, locate
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays.own import Source
 from limpet.tables import segments
-from limpet.tables.client import Placement, TableClient, call_all
+from limpet.tables.client import TableClient, call_all
 from limpet.tables.ids import BUCKETS, Ids, to_ids
 from limpet.tables.local import LocalEngine
 from limpet.tables.member import saved_tables
@@ -126,12 +126,6 @@ def open(
     return View(open_reader(url), servers, ray or {})
 
 
-def _pull(now: list[TableClient], _: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
-    """A ``Call``, whose rows are all of one version."""
-    client, wanted = now[0], arguments[0][1]
-    return {0: {name: client.pull(name, ids) for name, ids in wanted.items()}}
-
-
 @short_tracebacks
 class View:
     """The tables of a version, read-only (``tables.open``). Iteration yields their names.
@@ -147,9 +141,7 @@ class View:
         self._changing, self._run = Lock(), Run(reader.location.store)
         self._servers, self._options = servers, options
         # modules refer to this, and not to the view: a cycle would keep unused rows
-        self._now: list[TableClient] = []
-        pull = partial(_pull, self._now)
-        self.client = TableClient([], Placement([0]), pull, has_gradients=False)
+        self.client = TableClient(has_gradients=False)
         self._load(reader, _by_name(reader))
 
     def __iter__(self) -> Iterator[str]:
@@ -218,13 +210,12 @@ class View:
                 for part in ranges
             }
             engine = ViewEngine(reads, self._options)
-        tables, placement = [t.table for t in stored.values()], Placement([r.start for r in ranges])
-        client = TableClient(tables, placement, engine.call, has_gradients=False)
         counts = call_all(engine, "statistics").values()
         for name, each in stored.items():
             each.check_count(sum(server[name]["rows"] for server in counts))
         self._reader, self._stored, self._engine, self._shards = reader, stored, engine, shards
-        self._now[:], self.client.tables = [client], client.tables
+        tables, firsts = [t.table for t in stored.values()], [r.start for r in ranges]
+        self.client.connect(tables, firsts, engine.call)
 
     def _add(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
         """Read all new segments, and only then write them, with all look-ups locked out."""

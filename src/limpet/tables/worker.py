@@ -12,7 +12,7 @@ import torch
 from limpet.errors import LeaseLost, LimpetError
 from limpet.evaluation.worker import TaskEvaluator, Work
 from limpet.generators import STEP, seed_generators
-from limpet.tables.client import Call, Placement, ServersLost, TableClient
+from limpet.tables.client import Call, ServersLost, TableClient
 from limpet.tables.dense import named_tensors
 from limpet.tables.messages import Answer, Batch, Commit, Entry, NextBatch, Push, Refused, Sender
 from limpet.tables.server import StaleMessage
@@ -56,7 +56,7 @@ class Worker:
         self,
         name: str,
         tables: Sequence[Table],
-        placement: Placement,
+        first_buckets: Sequence[int],
         *,
         call: Call,
         ask: Ask,
@@ -72,12 +72,13 @@ class Worker:
                 raise WorkerStopped(str(e)) from e
 
         self.name, self._call = name, call_servers
-        self.tables = TableClient(tables, placement, call_servers)
+        self.tables = TableClient()
+        self.tables.connect(tables, first_buckets, call_servers)
         self._ask, self._queue = ask, queue
         self._generation, self._seed, self._leased_by = generation, seed, leased_by
         self._number = self._committed = 0
         self._model: torch.nn.Module | None = None
-        self._versions = [0] * placement.servers
+        self._versions = [0] * len(first_buckets)
         self._owner: dict[str, int] = {}
         self._pulled: dict[str, torch.Tensor] = {}
         self._batches: TaskBatches | None = None
