@@ -112,7 +112,7 @@ class TableServer:
         self.check(push)
         with self._lock:
             self._confirm(sender)
-            if any(shard.must_wait for shard in self.shards.values()):
+            if self._must_wait:
                 return False
             pending = self._pending.setdefault(sender.worker, {})
             if number > max(self._applied.get(sender.worker, 0), *pending, 0):
@@ -239,9 +239,7 @@ class TableServer:
 
     def update(self, push: Push, step: int, rates: Rates) -> None:
         """Apply a push that was checked, in a training without workers."""
-        for shard in self.shards.values():
-            shard.wait()
-        with self._lock:
+        with self._room_for_old_rows():
             self._update([push], step, rates)
 
     def _update(self, pushes: Sequence[Push], step: int, rates: Rates) -> None:
@@ -258,13 +256,23 @@ class TableServer:
 
     def fill(self, name: str, ids: Ids, vectors: torch.Tensor, step: int) -> None:
         """Set rows: see ``Servers.fill``. A cut begins before or after that."""
-        is_done = False
-        while not is_done:
-            (shard := self.shards[name]).wait()  # without the lock, which the end of a cut needs
+        with self._room_for_old_rows(), self.changing(LimpetError):
+            self.shards[name].fill(ids, vectors, step=step)
+
+    @property
+    def _must_wait(self) -> bool:
+        return any(shard.must_wait for shard in self.shards.values())
+
+    @contextmanager
+    def _room_for_old_rows(self) -> Iterator[None]:
+        """Hold the lock while no cut has as many old rows as it may have."""
+        is_held = False
+        while not is_held:
+            for shard in self.shards.values():
+                shard.wait()  # without the lock, which the end of a cut needs
             with self._lock:
-                if is_done := not shard.must_wait:
-                    with self.changing(LimpetError):
-                        shard.fill(ids, vectors, step=step)
+                if is_held := not self._must_wait:
+                    yield
 
     def ids(self, name: str) -> Ids:
         """Return the ids of the rows of a table, in any order."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from limpet.arguments import check_count, real, require
+from limpet.arguments import real, require
 from limpet.errors import LimpetError
 from limpet.tables.ids import BUCKETS, Ids, to_ids, unique
 from limpet.tables.rows import Column, Cut, Mask, ReusedMemory, RowNumbers, Rows
@@ -160,18 +160,14 @@ class TableShard:
             for name, column in columns.items():
                 column.index_copy_(0, part, slots[name])
 
-    def fill(self, ids: Any, values: Any, *, step: int = 0) -> None:
-        """Set the rows of distinct ids (integers ``[n]``) to vectors (floats ``[n, dim]``, NumPy or
-        torch). Each is as a new row: initial slots, count 0, last step ``step``. ``admit_after``
-        does not matter, eviction does. Raises ``LimpetError`` before anything changes if an id
-        occurs twice, or a value is not finite in the table's dtype."""
-        ids, vectors = check_rows(self.table, ids, values)
-        step = check_count("step", step, 0)
+    def fill(self, ids: Ids, vectors: torch.Tensor, *, step: int = 0) -> None:
+        """Set the rows of ids to vectors, both as ``check_rows`` returns them. Each is as a new
+        row: initial slots, count 0, last step ``step``. ``admit_after`` does not matter, eviction
+        does. Does not wait for a cut."""
         with self.lock:
-            self.wait()
             absent = int(np.count_nonzero(self.rows.find(ids) < 0))
             self.rows.reserve(len(self.rows.column("ids")) + absent)  # may raise
-            self._delete(ids)
+            self.delete(ids)
             rows = self._create(ids, vectors)
             self.rows.column("last_steps").numpy()[rows] = step
             self._evict_most()
@@ -186,20 +182,12 @@ class TableShard:
         """True while a cut has as many old rows as it may have: updates must wait."""
         return any(rows.must_wait for rows in self.sets.values())
 
-    def delete(self, ids: Any) -> int:
-        """Delete the rows of ids (integers) and what is counted of them, and return the number of
-        rows that there were. An id without a row is not an error."""
-        distinct, _ = unique(to_ids(ids).reshape(-1))
+    def delete(self, ids: Ids) -> None:
+        """Delete the rows of distinct ids, if they have any, and what is counted of them."""
         with self.lock:
-            self.wait()
-            return self._delete(distinct)
-
-    def _delete(self, ids: Ids) -> int:
-        before = self.rows.count
-        for rows in self.sets.values():
-            numbers = rows.find(ids)
-            rows.delete(numbers[numbers >= 0])
-        return before - self.rows.count
+            for rows in self.sets.values():
+                numbers = rows.find(ids)
+                rows.delete(numbers[numbers >= 0])
 
     def evict(self, step: int) -> None:
         """Evict what the table's ``Evict`` says after update ``step``; ``push`` does it itself."""
