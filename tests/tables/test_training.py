@@ -238,6 +238,28 @@ def test_workers_come_and_go(tmp_path):
         training.servers.resize_workers(2)
 
 
+def test_a_mini_batch_of_a_lost_worker_goes_to_one_that_waits(tmp_path):
+    """In synchronous mode, and at once: the one that waits asks no more."""
+    training = Training(tmp_path, epochs=2, options={"grads_to_wait": 2})
+    servers, ckpt = training.servers, training.ckpt
+    names, made, has_advanced = set(), [], []
+
+    def train(worker):
+        names.add(worker.name)
+        while (records := worker.next(10)) is not None:
+            count_records(worker, records)
+            made.append(step := ckpt.current_step)
+            if made.count(step) == 2 and sorted(names) == [worker.name, "worker 2"]:
+                servers.resize_workers(1)  # this one ends, and the other one waits
+                wait_until(lambda: ckpt.current_step > step, 5)
+                has_advanced.append(True)
+            worker.step()
+
+    training.run(train, workers=2)
+    assert has_advanced
+    assert seen(servers) == [2] * RECORDS
+
+
 def test_early_stopping_ends_all_workers(tmp_path):
     training = Training(tmp_path, epochs=50, stop=limpet.StopWhen("loss", patience=2, mode="min"))
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Lock
+from threading import Event
 from typing import Any, NamedTuple, Protocol
 
 from limpet import events
@@ -24,9 +26,6 @@ from limpet.training.training_evaluation import TrainingEvaluation
 
 _LOOK_SECONDS = 0.2
 """How often the loop looks for what nobody reports, such as a lost process."""
-
-_PARKED_SECONDS = 10.0
-"""How long a request for a mini-batch waits. The connection of a worker waits for a minute."""
 
 _HANGS = "it has not made a step within the lease_seconds of the queue"
 
@@ -43,8 +42,8 @@ class Ended(NamedTuple):
 
 
 class Engine(Protocol):
-    """Where servers and workers run: threads of this process, or actors of Ray. It puts what
-    workers ask, and how they have ended, into the inbox. ``lost``: the numbers of lost servers."""
+    """Where servers and workers run: threads of this process, or actors of Ray. Its workers ask
+    the ``Work``, which also gets how they have ended. ``lost``: the numbers of lost servers."""
 
     servers: int
     lost: set[int]
@@ -56,40 +55,36 @@ class Engine(Protocol):
         """Wait for a moment until the workers that were stopped have ended."""
 
 
-class Inbox:
-    """Requests of workers, from any thread."""
-
-    def __init__(self) -> None:
-        self.items: SimpleQueue[tuple[Commit | NextBatch, Future[Answer]] | Ended] = SimpleQueue()
-        self._lock, self._is_closed = Lock(), False
-
-    def put(self, request: Commit | NextBatch) -> Future[Answer]:
-        """Return the answer of the loop; if that ends, it is ``"stopped"``."""
-        future: Future[Answer] = Future()
-        with self._lock:
-            if self._is_closed:
-                future.set_result("stopped")
-            else:
-                self.items.put((request, future))
-        return future
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            while not self.items.empty():
-                if not isinstance(item := self.items.get(), Ended):
-                    item[1].set_result("stopped")
+Item = tuple[Commit | NextBatch, Future[Answer]] | Ended
 
 
-class Work(NamedTuple):
-    """What workers need. ``seed``: of synchronous rounds, or None; ``options``: of their actors."""
+@dataclass(frozen=True)
+class Work:
+    """What workers need, and what they tell the driver. ``seed``: of synchronous rounds, or None;
+    ``options``: of their actors. ``items``: from any thread."""
 
     train: Callable[[Any], object]
     client: TableClient
     queue: Queue
-    inbox: Inbox
     seed: int | None
     options: Mapping[str, Any]
+    items: SimpleQueue[Item] = field(default_factory=SimpleQueue)
+    has_ended: Event = field(default_factory=Event)
+
+    def ask(self, request: Commit | NextBatch) -> Future[Answer]:
+        """Return the answer of the driver; if that ends, it is ``"stopped"``."""
+        future: Future[Answer] = Future()
+        self.items.put((request, future))
+        if self.has_ended.is_set():
+            self.end()
+        return future
+
+    def end(self) -> None:
+        self.has_ended.set()  # first: what is asked from now on calls this again
+        with suppress(Empty):
+            while True:
+                if not isinstance(item := self.items.get_nowait(), Ended):
+                    item[1].set_result("stopped")
 
 
 class Driver:
@@ -100,7 +95,7 @@ class Driver:
         self,
         coordinator: Coordinator,
         engine: Engine,
-        inbox: Inbox,
+        work: Work,
         ckpt: Checkpointer,
         *,
         evaluation: TrainingEvaluation | None,
@@ -109,7 +104,7 @@ class Driver:
         recover: Callable[[], None],
     ) -> None:
         self.workers = workers
-        self._coordinator, self._engine, self._inbox = coordinator, engine, inbox
+        self._coordinator, self._engine, self._work = coordinator, engine, work
         self._ckpt, self._after_step, self._recover = ckpt, after_step, recover
         self._evaluation = evaluation
         self._running: set[str] = set()
@@ -118,20 +113,21 @@ class Driver:
         self._is_stopping, self._looked = False, 0.0
         self._asked: dict[str, float] = {}
         self._metrics: dict[int, dict[str, float]] = {}
-        self._parked: list[tuple[NextBatch, Future[Answer], float]] = []
+        self._parked: list[tuple[NextBatch, Future[Answer]]] = []
 
     def run(self) -> None:
         """Train until all workers have returned, or ``ckpt.should_stop`` is True. Raises the error
         of a worker's function, and what ``ckpt.step`` raises."""
         queue = self._coordinator.queue
-        queue.on_overdue = lambda worker: self._inbox.items.put(
+        queue.on_overdue = lambda worker: self._work.items.put(
             Ended(worker.partition(" at ")[0], lost=_HANGS)  # of a connection, with its address
         )
         try:
             while not self._advance():
                 pass
         finally:
-            self._inbox.close()
+            self._unpark()
+            self._work.end()
             if self._evaluation is not None:
                 self._evaluation.abandon("the training ended")
             self._stop_workers()
@@ -154,7 +150,7 @@ class Driver:
                     raise LimpetError(f"{what} worker.next() until it returns None")
                 call_all(self._engine, "mark", self._coordinator.mark())
                 return True
-            self._handle(self._inbox.items.get(timeout=_LOOK_SECONDS))
+            self._handle(self._work.items.get(timeout=_LOOK_SECONDS))
         except (Empty, ServersLost):
             pass
         except CommitError as e:  # a save has failed, maybe because of a lost server
@@ -195,11 +191,8 @@ class Driver:
             self._running.add(name)
             self._coordinator.join(name)
             self._engine.start_worker(name, self._coordinator.generation)
-        for parked in [p for p in self._parked if time.monotonic() - p[2] > _PARKED_SECONDS]:
-            self._parked.remove(parked)
-            parked[1].set_result("wait")
 
-    def _handle(self, item: tuple[Commit | NextBatch, Future[Answer]] | Ended) -> None:
+    def _handle(self, item: Item) -> None:
         if isinstance(item, Ended):
             self._end(item)
             return
@@ -234,7 +227,7 @@ class Driver:
         if answer == "finished" and not self._is_evaluated:
             answer = "wait"
         if answer == "wait" and self._evaluation is None:
-            self._parked.append((request, future, time.monotonic()))
+            self._parked.append((request, future))
         else:
             future.set_result(answer)
 
@@ -254,9 +247,13 @@ class Driver:
         self._after_step()
         self._ckpt.step(_average([metrics[number] for number in sorted(metrics)]))
         self._is_stopping = self._is_stopping or self._ckpt.should_stop
-        parked, self._parked = self._parked, []
-        for request, future, _ in parked:
-            self._handle((request, future))
+        self._unpark()
+
+    def _unpark(self) -> None:
+        """Handle the requests that wait for a mini-batch once more, each in its turn."""
+        for item in self._parked:
+            self._work.items.put(item)
+        self._parked = []
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -283,6 +280,7 @@ class Driver:
         committed, entry = coordinator.lose(name)
         call_all(self._engine, "lose", coordinator.generation, name, committed, entry)
         coordinator.forget(name)
+        self._unpark()  # its mini-batch is open
         self._engine.stop_worker(name)
 
     def _restart(self) -> None:
@@ -304,9 +302,7 @@ class Driver:
         for name in sorted(self._running):
             self._engine.stop_worker(name)
         self._running.clear()
-        for _, future, _ in self._parked:
-            future.set_result("stopped")
-        self._parked = []
+        self._unpark()
 
 
 def _average(found: list[dict[str, float]]) -> dict[str, float]:

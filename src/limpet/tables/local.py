@@ -8,7 +8,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from limpet.errors import LimpetError
-from limpet.tables.driver import Ended, Inbox, Work
+from limpet.tables.driver import Ended, Work
 from limpet.tables.messages import Answer, Commit, NextBatch
 from limpet.tables.server import TableServer
 from limpet.tables.worker import Worker, WorkerStopped
@@ -21,14 +21,14 @@ class _Turn:
     """Lets one worker of a synchronous round compute at a time: all threads share the random
     generators, which are seeded for each mini-batch."""
 
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox, self._lock, self._owner = inbox, Lock(), ""
+    def __init__(self, work: Work) -> None:
+        self._work, self._lock, self._owner = work, Lock(), ""
 
     def ask(self, request: Commit | NextBatch) -> Answer:
         if isinstance(request, Commit):
-            return self._inbox.put(request).result()
+            return self._work.ask(request).result()
         self.end(request.worker)
-        answer = self._inbox.put(request).result()
+        answer = self._work.ask(request).result()
         self.begin(request.worker)  # also without a mini-batch: it evaluates
         return answer
 
@@ -53,7 +53,7 @@ class LocalEngine:
         self._servers = servers
 
     def prepare(self, work: Work) -> None:
-        self._work, self._turn, self._threads = work, _Turn(work.inbox), list[Thread]()
+        self._work, self._turn, self._threads = work, _Turn(work), list[Thread]()
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         return {n: getattr(self._servers[n], method)(*each) for n, each in arguments.items()}
@@ -90,7 +90,7 @@ class LocalEngine:
             ended = Ended(name, error=e)
         turn.end(name)
         worker.close()
-        work.inbox.items.put(ended)
+        work.items.put(ended)
 
     def stop_worker(self, name: str) -> None:
         """Let a worker end at its next call. The records that it has leased go to others."""

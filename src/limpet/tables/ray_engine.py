@@ -279,7 +279,7 @@ class RayEngine:
         """Return the answer of the driver to a request, or b"": then the worker asks on."""
         future = self._waiting.pop(worker, None)
         if payload or future is None:
-            future = self._work.inbox.put(_REQUEST.decode(payload))
+            future = self._work.ask(_REQUEST.decode(payload))
         try:
             return msgspec.msgpack.encode(future.result(_ANSWER_SECONDS))
         except TimeoutError:
@@ -300,7 +300,7 @@ class RayEngine:
             ended = Ended(name, error=error.cause if is_error else error)
         else:
             ended = Ended(name, lost=ray_cluster.describe(error) if error else future.result())
-        self._work.inbox.items.put(ended)
+        self._work.items.put(ended)
 
     def stop_worker(self, name: str) -> None:
         """End a worker. The records that it has leased go to others."""

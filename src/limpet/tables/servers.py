@@ -21,7 +21,7 @@ from limpet.state.walk import find_instances
 from limpet.tables import dense as dense_parts
 from limpet.tables.client import ServersLost, TableClient, call_all
 from limpet.tables.coordinator import Coordinator, Synchronous
-from limpet.tables.driver import Driver, Inbox, Work
+from limpet.tables.driver import Driver, Work
 from limpet.tables.ids import BUCKETS, to_ids
 from limpet.tables.local import LocalEngine
 from limpet.tables.member import TableMember, saved_tables
@@ -253,18 +253,18 @@ class Servers(TableMember):
                 raise LimpetError(f"The state of the Checkpointer must have the {member!r}")
         if self._driver is not None:
             raise LimpetError("train() of these Servers is running: call it again after its end")
-        inbox = Inbox()
         if self._coordinator.ledger:  # of a call that has raised: these records are consumed
             call_all(self._engine, "mark", self._coordinator.mark())
         self._coordinator.queue = queue
         self._begin_generation(ckpt.current_step)
         if not (self.servers or ckpt._is_never or ckpt._saver.newest_step is not None):
             ckpt.save()
-        self._engine.prepare(Work(train, self.client, queue, inbox, self._seed, ray or {}))
+        work = Work(train, self.client, queue, self._seed, ray or {})
+        self._engine.prepare(work)
         self._driver = Driver(
             self._coordinator,
             self._engine,
-            inbox,
+            work,
             ckpt,
             evaluation=evaluation,
             workers=workers,
