@@ -165,7 +165,7 @@ class Model:
                 self.network.append(message)
             worker.phase, worker.acknowledged = "wait", set()
         elif worker.phase == "wait" and len(worker.acknowledged) == len(self.servers):
-            request = Commit(self.coordinator.generation, worker.name, worker.number, [])
+            request = Commit(worker.name, worker.number, [])
             answer = self.coordinator.commit(request)
             if self.random.random() < 0.2:
                 again = self.coordinator.commit(request)
@@ -284,23 +284,23 @@ def test_the_rates_of_a_push_are_divided_by_the_steps_of_others_since():
     coordinator.join("a")
     coordinator.join("b")
     for number in (1, 2, 3):
-        entry = coordinator.commit(Commit(0, "a", number, []))
+        entry = coordinator.commit(Commit("a", number, []))
         assert entry.rates == Rates({"words": 0.6}, [0.3])
-    entry = coordinator.commit(Commit(0, "b", 1, []))
+    entry = coordinator.commit(Commit("b", 1, []))
     assert entry.step == 4
     assert entry.rates == Rates({"words": 0.6 / 3}, [0.3 / 3])
 
 
-def test_a_push_that_is_too_stale_is_refused_with_the_current_step():
+def test_a_push_that_is_too_stale_is_refused():
     """B 25: then, its worker is up to date."""
     coordinator = Coordinator(lambda: RATES, staleness=1)
     coordinator.queue = SimpleNamespace(report_consumed=consumed_once)
     for worker in "ab":
         coordinator.join(worker)
     for number in (1, 2):
-        coordinator.commit(Commit(0, "a", number, []))
-    assert coordinator.commit(Commit(0, "b", 1, [])) == Refused(step=2)
-    assert coordinator.commit(Commit(0, "b", 2, [])).step == 3
+        coordinator.commit(Commit("a", number, []))
+    assert coordinator.commit(Commit("b", 1, [])) == Refused()
+    assert coordinator.commit(Commit("b", 2, [])).step == 3
 
 
 def test_a_worker_that_waits_asks_less_and_less_often(monkeypatch):

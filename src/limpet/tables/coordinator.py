@@ -6,7 +6,6 @@ connection.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 
 from limpet.errors import LeaseLost, LimpetError
@@ -71,9 +70,6 @@ class Coordinator:
         """Add a worker, whose name no other one has had in this generation."""
         self._answered[worker] = self.step
 
-    def is_current(self, request: Commit | NextBatch) -> bool:
-        return request.generation == self.generation and request.worker in self._answered
-
     def next_batch(self, request: NextBatch) -> Answer:
         """Return an open mini-batch of a round to a worker."""
         return "finished"  # it asks only once all records are consumed
@@ -81,18 +77,16 @@ class Coordinator:
     def commit(self, request: Commit) -> Answer:
         """Commit a push that all servers hold, and the records that it consumes, or refuse it."""
         worker, entry = request.worker, self.ledger.get(request.worker)
-        if not self.is_current(request):
-            return "stopped"
         if entry is not None and request.number <= entry.number:
             return entry  # the message has come twice
         behind = self.step - self._answered[worker]
         self._answered[worker] = self.step
         if self._staleness is not None and behind > self._staleness:
-            return Refused(self.step)
+            return Refused()
         try:
             self.queue.report_consumed(request.reports)
         except LeaseLost:
-            return Refused(self.step, has_lost_records=True)
+            return Refused(has_lost_records=True)
         self._answered[worker] = self.step = self.step + 1
         rates = self.rates()
         if self._scaled and behind > 1:
@@ -127,7 +121,6 @@ class Synchronous(Coordinator):
     def _begin_pass(self) -> None:
         self._rounds: Iterator[dict[int, Batch]] | None = None
         self._round: dict[int, Batch] = {}
-        self._open: deque[int] = deque()
         self.at_work: dict[int, str] = {}
         """By number, the mini-batches of the round that workers have not committed."""
 
@@ -143,8 +136,6 @@ class Synchronous(Coordinator):
         self._answered[worker] = 0
 
     def next_batch(self, request: NextBatch) -> Answer:
-        if not self.is_current(request):
-            return "stopped"
         if not self._round:
             if self.queue.finished("training"):
                 return "finished"
@@ -154,18 +145,17 @@ class Synchronous(Coordinator):
                 self._batches = TaskBatches(side, self._batch_size, worker="coordinator")
                 self._rounds = self._read_rounds()
             self._round = next(self._rounds)
-            self._open.extend(self._round)
         if request.batch_size != self._batch_size:
             raise LimpetError(
                 f"All workers must call next() with one batch size in synchronous mode, as"
                 f" {self._batch_size}; found {request.batch_size}"
             )
-        held = [number for number, name in self.at_work.items() if name == request.worker]
-        if not (held or self._open):
-            return "wait"
-        number = held[0] if held else self._open.popleft()  # it has left out its step
-        self.at_work[number] = request.worker
-        return self._round[number]
+        for number in self._round:
+            is_open = number not in self._committed
+            if is_open and self.at_work.get(number, request.worker) == request.worker:
+                self.at_work[number] = request.worker  # already, if it has left out its step
+                return self._round[number]
+        return "wait"
 
     def _read_rounds(self) -> Iterator[dict[int, Batch]]:
         """Yield the mini-batches of each round by number; none while there are no records."""
@@ -185,12 +175,10 @@ class Synchronous(Coordinator):
             found = {}
 
     def commit(self, request: Commit) -> Answer:
-        if not self.is_current(request):
-            return "stopped"
         number, key = request.batch, (request.worker, request.number)
         if self._committed.get(number) != key:
             if self.at_work.get(number) != request.worker:
-                return Refused(self.step)
+                return Refused()
             del self.at_work[number]
             self._committed[number] = key
             self._answered[request.worker] = request.number
@@ -211,9 +199,5 @@ class Synchronous(Coordinator):
         self._round, self._committed = {}, {}
 
     def lose(self, worker: str) -> tuple[int, Entry | None]:
-        committed = self._answered.pop(worker, 0)
-        returned = [number for number, name in self.at_work.items() if name == worker]
-        for number in returned:
-            del self.at_work[number]
-        self._open = deque(sorted([*self._open, *returned]))
-        return committed, None
+        self.at_work = {number: name for number, name in self.at_work.items() if name != worker}
+        return self._answered.pop(worker, 0), None

@@ -95,10 +95,10 @@ class Push(NamedTuple):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """A push that all servers hold, and the records that it consumes. ``batch``: the number of the
+    """A push that all servers hold, and the records that it consumes. ``worker``: no other one has
+    had this name in the training. ``batch``: the number of the
     mini-batch, if rounds are synchronous. ``evaluates``: the worker does evaluation tasks."""
 
-    generation: int
     worker: str
     number: int
     reports: list[Report]
@@ -111,7 +111,6 @@ class NextBatch(msgspec.Struct, frozen=True, tag=True):
     """A worker asks for its next mini-batch of a synchronous round; or, once all records are
     consumed, whether the evaluation is complete."""
 
-    generation: int
     worker: str
     batch_size: int
 
@@ -121,9 +120,8 @@ class NextBatch(msgspec.Struct, frozen=True, tag=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """A commit is refused: others have committed too much since the coordinator last answered this
-    worker, or have its records now (``has_lost_records``). ``step``: the current one."""
+    worker, or have its records now (``has_lost_records``)."""
 
-    step: int
     has_lost_records: bool = False
 
 

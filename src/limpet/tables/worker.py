@@ -138,7 +138,7 @@ class Worker:
         else:
             keys = self._next_of_round(batch_size, self._seed)
         while keys is None and self._evaluator is not None:  # others train, or evaluate
-            request = NextBatch(self._generation, self.name, batch_size)
+            request = NextBatch(self.name, batch_size)
             if self._request(request) == "finished":
                 break
             self._evaluate_or_wait()
@@ -166,7 +166,7 @@ class Worker:
 
     def _next_of_round(self, batch_size: int, seed: int) -> Keys | None:
         while True:
-            answer = self._request(NextBatch(self._generation, self.name, batch_size))
+            answer = self._request(NextBatch(self.name, batch_size))
             if isinstance(answer, Batch):
                 self._batch = answer.number
                 seed_generators(seed, STEP, answer.number)
@@ -253,7 +253,6 @@ class Worker:
 
     def _commit(self, reports: Sequence[Report]) -> None:
         request = Commit(
-            self._generation,
             self.name,
             self._number,
             list(reports),
