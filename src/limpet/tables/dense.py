@@ -29,18 +29,15 @@ def distribute(model: torch.nn.Module, servers: int) -> list[list[str]]:
     return parts
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise ``LimpetError`` for an optimizer that needs all gradients at once."""
+def check_updates(optimizer: Any, scheduler: Any) -> None:
+    """Raise ``LimpetError`` for an optimizer that needs all gradients at once, and for a scheduler
+    that needs more than the number of the step, or changes more than the learning rates, which are
+    all that servers get."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise LimpetError(
             "dense= has the optimizer LBFGS, which needs all gradients at once; each server has the"
             " gradients of its own parameters only"
         )
-
-
-def check_scheduler(scheduler: Any) -> None:
-    """Raise ``LimpetError`` for a scheduler that needs more than the number of the step, or changes
-    more than the learning rates, which are all that servers get."""
     kind = type(scheduler).__name__
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise LimpetError(f"dense= has the scheduler {kind}, whose step() needs a metric")
@@ -61,22 +58,19 @@ def keep_part(model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: l
 
 
 class DensePart:
-    """The dense tensors of one server. ``lock``: servers in one process share model and optimizer,
-    whose ``step`` skips what has no gradient, and whose rates a scheduler changes."""
+    """The dense tensors of one server: those that its model has. ``lock``: a scheduler in this
+    process changes the rates of the optimizer."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        names: Sequence[str],
-        lock: Any = None,
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, lock: Any = None
     ) -> None:
         self.version = 1  # a worker begins with 0
         self._lock = RLock() if lock is None else lock
         self._optimizer, self._step = optimizer, 0
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        self._parameters = {name: parameters[name] for name in names if name in parameters}
-        self._buffers = {name: buffers[name] for name in names if name in buffers}
+        self._parameters, self._buffers = (
+            dict(model.named_parameters()),
+            dict(model.named_buffers()),
+        )
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return copies of the parameters and buffers."""

@@ -139,9 +139,8 @@ class LimpetTableServer(TableServer):
         tables, self._count, dense = pickle.loads(setup)
         self._number, self._state, part = number, dense, None
         if dense:
-            names = distribute(dense["model"], self._count)[number]
-            keep_part(**dense, names=names)
-            part = DensePart(**dense, names=names)
+            keep_part(**dense, names=distribute(dense["model"], self._count)[number])
+            part = DensePart(**dense)
         super().__init__(tables, equal_ranges(self._count)[number], part)
         if replaces:
             self.replace(self.buckets, None)

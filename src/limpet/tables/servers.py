@@ -18,9 +18,9 @@ from limpet.run.run import Run
 from limpet.settings import read_settings
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.walk import find_instances
-from limpet.tables import dense as dense_parts
 from limpet.tables.client import ServersLost, TableClient, call_all
 from limpet.tables.coordinator import Coordinator, Synchronous
+from limpet.tables.dense import DensePart, check_updates
 from limpet.tables.driver import Driver, Work
 from limpet.tables.ids import BUCKETS, to_ids
 from limpet.tables.local import LocalEngine
@@ -130,7 +130,7 @@ class Servers(TableMember):
     __reduce__ = TableClient.__reduce__
 
     def _prepare_dense(self, dense: Callable[[], Any] | None) -> None:
-        self._lock = RLock()  # of the optimizer, which servers of this process share
+        self._lock = RLock()  # of the optimizer, which a server of this process shares
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
@@ -142,18 +142,15 @@ class Servers(TableMember):
             expected = "a function that returns (model, optimizer) or (model, optimizer, scheduler)"
             require("dense=", is_valid, expected, made)
             self.model, self.optimizer, self.scheduler = (*made, None)[:3]
-            dense_parts.check_optimizer(self.optimizer)
-            dense_parts.check_scheduler(self.scheduler)
+            check_updates(self.optimizer, self.scheduler)
             self.optimizer.zero_grad()
             self.optimizer.step()  # of nothing: a scheduler warns if it steps before the first one
 
     def _make_servers(self, specs: Sequence[Table], count: int) -> list[TableServer]:
-        parts: list[dense_parts.DensePart | None] = [None] * count
+        servers = [TableServer(specs, buckets) for buckets in equal_ranges(count)]
         if self.model is not None and self.optimizer is not None:
-            own, names = (self.model, self.optimizer), dense_parts.distribute(self.model, count)
-            parts = [dense_parts.DensePart(*own, each, self._lock) for each in names]
-        ranges = equal_ranges(count)
-        return [TableServer(specs, buckets, part) for buckets, part in zip(ranges, parts)]
+            servers[0].dense = DensePart(self.model, self.optimizer, self._lock)
+        return servers
 
     def _place(self) -> None:
         firsts = [buckets.start for buckets in self.ranges]
