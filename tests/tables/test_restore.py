@@ -322,17 +322,19 @@ def test_a_save_ends_while_another_one_begins(monkeypatch, of, method):
         except Exception as e:
             errors.append(e)
 
+    ending = threading.Thread(target=end)
+
     def end_the_first_one(*arguments, **options):
         patch.undo()
-        thread = threading.Thread(target=end)
-        thread.start()
-        thread.join(0.2)
+        ending.start()
+        ending.join(0.2)
         return real(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(of, method, end_the_first_one)
         with suppress(LimpetError):  # one of both may fail
             limpet.save(MemoryStore(), {"tables": servers})
+    ending.join(10)
     assert not errors
     fill = threading.Thread(
         target=servers.fill, args=("words", [1], torch.ones(1, words().dim)), daemon=True

@@ -17,7 +17,9 @@ from tests.tables.ids import EXTREMES, unmix
 
 def a_shard(dim=4, first=0, stop=BUCKETS, optimizer=None, **options):
     optimizer = tables.SGD(1.0) if optimizer is None else optimizer
-    return TableShard(tables.Table("words", dim, optimizer=optimizer, **options), first, stop)
+    return TableShard(
+        tables.Table("words", dim, optimizer=optimizer, **options), range(first, stop)
+    )
 
 
 def push(shard, ids, step=1, value=1.0, lr=1.0):

@@ -51,7 +51,7 @@ class Training:
 
     def evict(self, name, ids):
         for server in self.servers.servers:
-            server.shards[name].delete(np.array(ids))
+            server.shards[name].delete(np.unique(ids))
         for i in ids:
             self.rows[name].pop(i, None)
             self.waiting[name].pop(i, None)

@@ -22,6 +22,7 @@ from limpet.errors import LimpetError
 Ids = NDArray[np.int64]
 
 BUCKETS = 4096
+ALL_BUCKETS = range(BUCKETS)
 _EMPTY, _DELETED = -1, -2
 _LEAST_BITS = 10
 _BLOCK = 1 << 17  # ids that are processed at once, so that temporaries stay small

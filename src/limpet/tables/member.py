@@ -27,16 +27,10 @@ from limpet.tables.shard import SETS, TableShard
 from limpet.tables.table import Table
 
 _Counts = dict[str, tuple[int, int, int]]
-"""What a server has, by ``TABLE/SET``: the number of rows, of those changed since the last version,
-and of the ids deleted since."""
+"""The ``counts`` of the rows of a server, by ``TABLE/SET``."""
 
-
-class _Process(msgspec.Struct, frozen=True):
-    """The counts of each server of a process. ``base``: the digest of the version with which its
-    rows were committed or restored, if that is the base of the save, or empty."""
-
-    base: str
-    servers: list[_Counts]
+_Stored = Mapping[str, Sequence[segments.StoredSegment]]
+"""The segments of a version by ``TABLE/SET``."""
 
 
 class _CutPlan(msgspec.Struct, frozen=True):
@@ -47,10 +41,6 @@ class _CutPlan(msgspec.Struct, frozen=True):
     full: list[str]
     servers: list[_Counts]
     losses: list[dict[str, int]]
-
-
-_Stored = Mapping[str, Mapping[str, segments.StoredSegment]]
-"""The segments of a version by ``TABLE/SET``, and by name."""
 
 
 class TableMember(Streamed):
@@ -106,8 +96,9 @@ class TableMember(Streamed):
             for server in self.servers:
                 self._marked.enter_context(server.at_mark(mark))
                 self._marked_by = get_ident()
-            found = collective.gather(self._count(base), _Process)
-            plan = None if found is None else self._plan(found, base)
+            is_usable = base is not None and base.digest == self._base
+            found = collective.gather((is_usable, self._count()), tuple[bool, list[_Counts]])
+            plan = None if found is None else self._plan(found)
             plan = collective.broadcast(plan, _CutPlan)
         with self._changing():
             for server in self.servers:
@@ -116,30 +107,21 @@ class TableMember(Streamed):
                     with shard.lock:
                         for key_below, rows in sets_of({name: shard}).items():
                             self._cuts[-1][key_below] = rows.begin_cut(is_full=name in plan.full)
-        saved: dict[str, Any] = {}
-        if base is not None and self.servers and len(plan.full) < len(self.specs):
-            saved = saved_tables(base, key)
+        has_old = bool(self.servers) and plan.full != self.tables
+        saved = saved_tables(base, key) if base is not None and has_old else {}
         self._saving = {}
         made = {name: self._table(name, mark, plan, saved.get(name, {})) for name in self.specs}
         self._tree = made if self.servers else {}
 
-    def _count(self, base: SnapshotReader | None) -> _Process:
-        counts = [
-            {
-                key: (rows.count, rows.count_touched(), rows.count_deleted())
-                for key, rows in sets_of(server.shards).items()
-            }
-            for server in self.servers
-        ]
-        digest = "" if base is None else base.digest
-        return _Process(digest if digest == self._base else "", counts)
+    def _count(self) -> list[_Counts]:
+        servers = [sets_of(server.shards) for server in self.servers]
+        return [{key: rows.counts for key, rows in sets.items()} for sets in servers]
 
-    def _plan(self, found: Sequence[_Process], base: SnapshotReader | None) -> _CutPlan:
-        """Decide on rank 0 which tables are written in full: without a usable base, or when the
-        increments have more than half as many rows as the table."""
-        servers = [server for process in found for server in process.servers]
-        is_usable = base is not None and all(each.base for each in found)
-        full = []
+    def _plan(self, found: Sequence[tuple[bool, list[_Counts]]]) -> _CutPlan:
+        """Decide on rank 0 which tables are written in full: without a base that is usable for all
+        processes, or when the increments have more than half as many rows as the table."""
+        is_usable = all(is_usable for is_usable, _ in found)
+        servers, full = [counts for _, process in found for counts in process], []
         for name in self.specs:
             stored = [*self._stored.get(f"{name}/segments", {}).values()]
             counts = [server[f"{name}/segments"] for server in servers]
@@ -250,8 +232,8 @@ class TableMember(Streamed):
         starts = [buckets.start for buckets in self.ranges]
         self._stored = {
             key: {
-                name: np.add.reduceat([s.rows_per_bucket, s.deleted_per_bucket], starts, axis=1)
-                for name, s in each.items()
+                s.name: np.add.reduceat([s.rows_per_bucket, s.deleted_per_bucket], starts, axis=1)
+                for s in each
             }
             for key, each in stored.items()
         }
@@ -259,10 +241,9 @@ class TableMember(Streamed):
 
     def _restore(self, buckets: range, stored: _Stored) -> dict[str, TableShard]:
         """Return the shards of some buckets, read from a version."""
-        first, stop = buckets.start, buckets.stop
-        shards = {name: TableShard(table, first, stop) for name, table in self.specs.items()}
+        shards = {name: TableShard(table, buckets) for name, table in self.specs.items()}
         for key, rows in sets_of(shards).items():
-            segments.restore_rows(rows, [*stored[key].values()], buckets)
+            segments.restore_rows(rows, stored[key], buckets)
         return shards
 
     def _weights(self, stored: _Stored) -> NDArray[np.float64]:
@@ -270,7 +251,7 @@ class TableMember(Streamed):
         weights = np.zeros(BUCKETS)
         for name, table in self.specs.items():
             widths = [width for width, _ in table.optimizer.slots(1).values()]
-            for segment in stored[f"{name}/segments"].values():
+            for segment in stored[f"{name}/segments"]:
                 weights += table.dim * (1 + sum(widths)) * segment.rows_per_bucket
         return weights
 

@@ -214,13 +214,12 @@ class Rows:
         self._index.insert(keys, np.arange(count), keys)
         self._flags()[:] = _LIVE | _STORED
 
-    def count_touched(self) -> int:
-        """Return the number of rows that changed since the last committed version."""
-        return int(np.count_nonzero(self._flags() & (_TOUCHED | _IN_SAVE)))
-
-    def count_deleted(self) -> int:
-        """Return the number of distinct ids that were deleted since then."""
-        return len(_distinct(self._deleted))
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The number of rows, of those that changed since the last committed version, and of the
+        distinct ids that were deleted since."""
+        changed = np.count_nonzero(self._flags() & (_TOUCHED | _IN_SAVE))
+        return self.count, int(changed), len(_distinct(self._deleted))
 
     def mark_stored(self) -> None:
         """Let all rows count as those of the last committed version."""

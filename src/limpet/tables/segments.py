@@ -129,8 +129,11 @@ def segment_tree(
 class StoredSegment:
     """A segment of a version. ``saved``: its tree, with a ``LeafView`` for each leaf."""
 
-    def __init__(self, reader: SnapshotReader, key: str, saved: Mapping[str, Any]) -> None:
-        self.reader, self.key, leaves = reader, key, leaves_of(saved)
+    def __init__(
+        self, reader: SnapshotReader, set_key: str, name: str, saved: Mapping[str, Any]
+    ) -> None:
+        self.reader, self.name, self.key = reader, name, join_key(set_key, name)
+        leaves = leaves_of(saved)
         per_bucket = leaves.pop("rows_per_bucket"), leaves.pop("deleted_per_bucket")
         self._deleted, self.columns = leaves.pop("deleted"), leaves
         self.rows_per_bucket = self._counts(per_bucket[0], self.columns["ids"])
@@ -210,11 +213,9 @@ def row_bytes(leaf: LeafView) -> int:
 
 def stored_segments(
     reader: SnapshotReader, key: str, saved: Mapping[str, Any]
-) -> dict[str, StoredSegment]:
-    """Return the segments of a set of rows by name, oldest first."""
-    return {
-        name: StoredSegment(reader, join_key(key, name), segment) for name, segment in saved.items()
-    }
+) -> list[StoredSegment]:
+    """Return the segments of a set of rows, oldest first."""
+    return [StoredSegment(reader, key, name, segment) for name, segment in saved.items()]
 
 
 def restore_rows(

@@ -32,8 +32,7 @@ class TableServer:
     def __init__(
         self, tables: Sequence[Table], buckets: range, dense: DensePart | None = None
     ) -> None:
-        shards = {t.name: TableShard(t, buckets.start, buckets.stop) for t in tables}
-        self.replace(buckets, shards)
+        self.replace(buckets, {table.name: TableShard(table, buckets) for table in tables})
         self.dense = dense
         self.generation = self.epoch = 0
         self._lock = RLock()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from limpet.arguments import real, require
 from limpet.errors import LimpetError
-from limpet.tables.ids import BUCKETS, Ids, to_ids, unique
+from limpet.tables.ids import ALL_BUCKETS, BUCKETS, Ids, to_ids, unique
 from limpet.tables.rows import Column, Cut, Mask, ReusedMemory, RowNumbers, Rows
 from limpet.tables.table import Table
 
@@ -22,15 +22,15 @@ that are not admitted yet."""
 
 
 class TableShard:
-    """The rows of a table whose buckets are ``first_bucket`` or more and less than ``stop_bucket``.
+    """The rows of a table in some buckets.
 
     All methods are safe in several threads: they acquire ``lock``. ``rows`` has the columns
     ``values`` and ``slot/NAME``; ``candidates`` has the ids that are not admitted yet, None if
     ``admit_after`` is 1.
     """
 
-    def __init__(self, table: Table, first_bucket: int = 0, stop_bucket: int = BUCKETS) -> None:
-        self.table, self.first_bucket, self.stop_bucket = table, first_bucket, stop_bucket
+    def __init__(self, table: Table, buckets: range = ALL_BUCKETS) -> None:
+        self.table, self.buckets = table, buckets
         slots = table.optimizer.slots(table.dim)
         self.slots = {name: f"slot/{name}" for name in slots}
         columns = {"values": Column(table.dtype, table.dim, None)}
@@ -216,8 +216,7 @@ class TableShard:
         """Keep to the maximum. Evicting down to 15/16 of it makes the cost per new row small."""
         if self.table.evict is None or self.table.evict.max_rows is None:
             return
-        buckets = self.stop_bucket - self.first_bucket
-        most = max(1, self.table.evict.max_rows * buckets // BUCKETS)
+        most = max(1, self.table.evict.max_rows * len(self.buckets) // BUCKETS)
         for rows in self.sets.values():
             if rows.count <= most:
                 continue

@@ -24,7 +24,7 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.state.arrays.own import Source
 from limpet.tables import segments
 from limpet.tables.client import TableClient, call_all
-from limpet.tables.ids import BUCKETS, Ids, to_ids
+from limpet.tables.ids import ALL_BUCKETS, BUCKETS, Ids, to_ids
 from limpet.tables.local import LocalEngine
 from limpet.tables.member import saved_tables
 from limpet.tables.rows import Column, Rows
@@ -35,7 +35,7 @@ from limpet.tasks import ray_cluster
 from limpet.text import hide_in_urls
 from limpet.tracebacks import short_tracebacks
 
-_ALL, _COLUMNS = range(BUCKETS), ("ids", "values")
+_COLUMNS = ("ids", "values")
 _BLOCK = 1 << 16  # rows that are looked up at once
 _COMPARED = 64 << 20  # bytes of rows that are compared at once
 _AGE = attrgetter("version.branch", "version.step")
@@ -58,12 +58,12 @@ class StoredTable(NamedTuple):
 
     def segments(self, first: int = 0, name: str = "segments") -> list[segments.StoredSegment]:
         trees = dict([*self.tree.get(name, {}).items()][first:])
-        return [*segments.stored_segments(self.reader, f"{self.key}/{name}", trees).values()]
+        return segments.stored_segments(self.reader, f"{self.key}/{name}", trees)
 
-    def read(self, buckets: range = _ALL) -> TableShard:
+    def read(self, buckets: range = ALL_BUCKETS) -> TableShard:
         """Read the rows of some buckets into memory, without slots."""
         table = replace(self.table, optimizer=SGD(0.0), admit_after=1)
-        shard = TableShard(table, buckets.start, buckets.stop)
+        shard = TableShard(table, buckets)
         segments.restore_rows(shard.rows, self.segments(), buckets, _COLUMNS)
         return shard
 
@@ -91,7 +91,7 @@ def _by_name(reader: SnapshotReader) -> dict[str, StoredTable]:
     return found
 
 
-def _read(reader: SnapshotReader, buckets: range = _ALL) -> TableServer:
+def _read(reader: SnapshotReader, buckets: range = ALL_BUCKETS) -> TableServer:
     """Return a server that has the rows of some buckets of a version."""
     server = TableServer([], buckets)
     with reader.pin_while_reading():
@@ -192,7 +192,7 @@ class View:
         return True
 
     def _load(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
-        ranges, shards = [_ALL], dict[str, TableShard]()
+        ranges, shards = [ALL_BUCKETS], dict[str, TableShard]()
         if self._servers is None:
             server = _read(reader)
             engine: Any = LocalEngine([server])
@@ -225,9 +225,9 @@ class View:
                 for segment in each.segments(len(known[name].tree["segments"])):
                     blocks = [
                         {name: column.copy() for name, column in block.items()}
-                        for block in segment.blocks(_COLUMNS, _ALL)
+                        for block in segment.blocks(_COLUMNS, ALL_BUCKETS)
                     ]
-                    added.append((shards[name], segment.deleted(_ALL), blocks))
+                    added.append((shards[name], segment.deleted(ALL_BUCKETS), blocks))
         with ExitStack() as locks:
             for shard in shards.values():
                 locks.enter_context(shard.lock)
