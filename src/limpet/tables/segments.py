@@ -7,7 +7,7 @@ the earlier ones over. Each server writes and reads its own *part* of each: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -30,7 +30,7 @@ from limpet.tables.rows import Cut, Rows
 from limpet.threads import Workers, in_parallel
 from limpet.types import BLOCK_SIZE, DTYPES, MIB, Box
 
-_READ_BYTES = 64 * MIB
+_READ_BYTES = 32 * MIB
 """The bytes of the widest column of a later segment that are read at once."""
 
 
@@ -191,17 +191,17 @@ class StoredSegment:
 
     def blocks(self, names: Sequence[str], buckets: range) -> Iterator[dict[str, NDArray[Any]]]:
         """Yield blocks of some buckets: columns (with ``ids``), as bytes ``[rows, width]`` but for
-        ids, in memory that the next block uses again."""
+        ids."""
         first, stop = self.range_of(self.rows_per_bucket, buckets)
         widths = {name: row_bytes(self.columns[name]) for name in names}
-        step = max(1, min(stop - first, _READ_BYTES // max(widths.values())))
-        memory: dict[str, NDArray[Any]] = {
-            name: np.empty((step, width), np.uint8) for name, width in widths.items()
-        }
-        memory["ids"] = memory["ids"].reshape(-1).view(np.int64)
+        step = max(1, _READ_BYTES // max(widths.values()))
         for start in range(first, stop, step):
-            block = {name: array[: stop - start] for name, array in memory.items()}
-            self.read(names, start, min(stop, start + step), block)
+            end = min(stop, start + step)
+            block: dict[str, NDArray[Any]] = {
+                name: np.empty((end - start, width), np.uint8) for name, width in widths.items()
+            }
+            block["ids"] = block["ids"].reshape(-1).view(np.int64)
+            self.read(names, start, end, block)
             if len(unique(block["ids"])[0]) < len(block["ids"]):
                 self._fail("distinct ids", "an id that occurs twice")
             yield block
@@ -228,12 +228,7 @@ def restore_rows(
         if n == 0:
             _adopt(rows, segment, names, buckets)
         else:
-            with rows.lock:
-                found = rows.find(segment.deleted(buckets))
-                rows.delete(found[found >= 0])
-            for block in segment.blocks(names, buckets):
-                with rows.lock:
-                    put_rows(rows, block)
+            apply(rows, segment.deleted(buckets), segment.blocks(names, buckets))
     with rows.lock:
         rows.mark_stored()
 
@@ -251,8 +246,19 @@ def _adopt(rows: Rows, segment: StoredSegment, names: Sequence[str], buckets: ra
         into.clear()  # no view may live when the rows grow
 
 
-def put_rows(rows: Rows, block: Mapping[str, NDArray[Any]]) -> None:
-    """Write a block of ``StoredSegment.blocks`` into rows, under their lock."""
+def apply(
+    rows: Rows, deleted: NDArray[np.int64], blocks: Iterable[Mapping[str, NDArray[Any]]]
+) -> None:
+    """Delete ids, and write the blocks of a segment into rows."""
+    with rows.lock:
+        found = rows.find(deleted)
+        rows.delete(found[found >= 0])
+    for block in blocks:
+        with rows.lock:
+            _put(rows, block)
+
+
+def _put(rows: Rows, block: Mapping[str, NDArray[Any]]) -> None:
     numbers = rows.find(block["ids"])
     absent = numbers < 0
     numbers[absent] = rows.insert(block["ids"][absent])

@@ -113,11 +113,10 @@ class TableServer:
             self._confirm(sender)
             if self._must_wait:
                 return False
-            pending = self._pending.setdefault(sender.worker, {})
+            pending = self._pending.get(sender.worker, {})
             if number > max(self._applied.get(sender.worker, 0), *pending, 0):
-                for refused in [n for n in pending if n > sender.committed]:
-                    del pending[refused]
-                pending[number] = push
+                kept = {n: held for n, held in pending.items() if n <= sender.committed}
+                self._pending[sender.worker] = {**kept, number: push}
             return True
 
     def _confirm(self, sender: Sender) -> None:
@@ -134,8 +133,7 @@ class TableServer:
         with self._lock:
             self.release(*self._held)
             self.generation, self.epoch = generation, epoch
-            self._pending, self._committed, self._lost = {}, [], set()
-            self._applied = {}
+            self._pending, self._applied, self._committed, self._lost = {}, {}, [], set()
             if self.dense is not None:
                 self.dense.restart()
 
@@ -186,8 +184,7 @@ class TableServer:
                 raise StaleMessage
             self._lost.add(worker)
             pending = self._pending.get(worker, {})
-            for number in [n for n in pending if n > committed]:
-                del pending[number]
+            self._pending[worker] = {n: push for n, push in pending.items() if n <= committed}
             if entry is not None:
                 self._commit(worker, entry)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from threading import RLock
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,7 @@ from limpet.training.training_evaluation import TrainingEvaluation
 
 
 @short_tracebacks
-class Servers(TableMember):
+class Servers(TableMember, AbstractContextManager["Servers", None]):
     """The servers of some tables: a member of the state of a training.
 
     In one process, ``EmbeddingBag(servers, NAME)`` looks rows up, and ``step`` applies the
@@ -359,9 +359,6 @@ class Servers(TableMember):
     def close(self) -> None:
         """Release the servers."""
         self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -219,26 +219,22 @@ class View:
 
     def _add(self, reader: SnapshotReader, stored: dict[str, StoredTable]) -> None:
         """Read all new segments, and only then write them, with all look-ups locked out."""
-        added, known, shards = [], self._stored, self._shards
+        added = {}
         with reader.pin_while_reading():
             for name, each in stored.items():
-                for segment in each.segments(len(known[name].tree["segments"])):
-                    blocks = [
-                        {name: column.copy() for name, column in block.items()}
-                        for block in segment.blocks(_COLUMNS, ALL_BUCKETS)
-                    ]
-                    added.append((shards[name], segment.deleted(ALL_BUCKETS), blocks))
+                new = each.segments(len(self._stored[name].tree["segments"]))
+                added[self._shards[name]] = [
+                    (segment.deleted(ALL_BUCKETS), [*segment.blocks(_COLUMNS, ALL_BUCKETS)])
+                    for segment in new
+                ]
         with ExitStack() as locks:
-            for shard in shards.values():
+            for shard, parts in added.items():
                 locks.enter_context(shard.lock)
-                parts = [blocks for each, _, blocks in added if each is shard]
-                count = sum(len(block["ids"]) for blocks in parts for block in blocks)
+                count = sum(len(block["ids"]) for _, blocks in parts for block in blocks)
                 shard.rows.reserve(len(shard.rows.column("ids")) + count)  # may raise
-            for shard, deleted, blocks in added:
-                shard.delete(deleted)
-                for block in blocks:
-                    segments.put_rows(shard.rows, block)
-            for shard in shards.values():
+            for shard, parts in added.items():
+                for deleted, blocks in parts:
+                    segments.apply(shard.rows, deleted, blocks)
                 shard.rows.mark_stored()
             self._reader, self._stored = reader, stored
 
