@@ -548,7 +548,7 @@ def test_a_late_or_repeated_message_about_a_cut_has_no_effect():
         return server.push(sender, number, Push({"seen": (ids, gradient)}, {}, {}))
 
     def look_up(cut=""):
-        return server.pull(None, {"seen": torch.tensor([3]).numpy()}, cut)["seen"].item()
+        return server.pull(None, "seen", torch.tensor([3]).numpy(), cut).item()
 
     assert push(1, 0)
     first = Mark(1, 1, {"w": Entry(1, 0, 1, rates)}, rates)

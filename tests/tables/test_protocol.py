@@ -124,8 +124,8 @@ class Model:
 
     def pushes(self, server, cut=""):
         """How many pushes a server has applied, or has lost."""
-        value = self.servers[server].pull(None, {"words": np.array([self.ids[server]])}, cut)
-        return int(value["words"][0, 0]) + self.missing[server]
+        value = self.servers[server].pull(None, "words", np.array([self.ids[server]]), cut)
+        return int(value[0, 0]) + self.missing[server]
 
     def lose_servers(self):
         """Some servers return to the last cut; the others apply all commits."""
@@ -177,7 +177,7 @@ class Model:
         elif worker.phase == "pull":
             for server in range(len(self.servers)):
                 if self.random.random() < 0.5:
-                    arguments = (self.sender(worker), {})
+                    arguments = (self.sender(worker), "words", np.array([], np.int64))
                     self.network.append(("pull", server, arguments, None))
             worker.phase = "push"
 

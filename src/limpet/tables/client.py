@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from limpet.errors import LimpetError
-from limpet.tables.ids import bucket_of, to_ids, unique
-from limpet.tables.messages import Ids, RowGradients, Sender, merge_gradients
+from limpet.tables.ids import Ids, bucket_of, to_ids, unique
+from limpet.tables.messages import RowGradients, Sender, merge_gradients
 from limpet.tables.table import Table
 
 Call = Callable[[str, Mapping[int, tuple[Any, ...]]], dict[int, Any]]
@@ -83,14 +83,13 @@ class TableClient:
         table = self.table(name)
         first_buckets, call = self._servers
         parts = dict(_split(first_buckets, ids))
-        arguments = {n: (self.sender, {name: ids[part]}, self.cut) for n, part in parts.items()}
-        found = call("pull", arguments)
+        arguments = {n: (self.sender, name, ids[part], self.cut) for n, part in parts.items()}
+        found: dict[int, torch.Tensor] = call("pull", arguments)
         if len(first_buckets) == 1:
-            pulled: torch.Tensor = found[0][name]
-            return pulled
+            return found[0]
         rows = torch.empty(len(ids), table.dim, dtype=table.dtype, device="cpu")
         for number, part in parts.items():
-            rows.index_copy_(0, torch.from_numpy(part), found[number][name])
+            rows.index_copy_(0, torch.from_numpy(part), found[number])
         return rows
 
     def look_up(self, name: str, ids: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -264,10 +264,7 @@ class Driver:
             raise ended.error
         if ended.lost and not self._is_over:
             self._lose(ended.worker)  # raises if it has ended because a server is lost
-            self._losses += 1
-            error = LimpetError(f"{ended.worker} was lost: {ended.lost}")
-            if self._losses > _MAX_LOSSES:
-                raise error
+            error = self._count_loss(f"{ended.worker} was lost: {ended.lost}")
             events.emit("worker_lost", worker=ended.worker, error=error)
             return
         self._done += 1
@@ -283,13 +280,16 @@ class Driver:
         self._unpark()  # its mini-batch is open
         self._engine.stop_worker(name)
 
+    def _count_loss(self, what: str) -> LimpetError:
+        self._losses += 1
+        if self._losses > _MAX_LOSSES:
+            raise LimpetError(what)
+        return LimpetError(what)
+
     def _restart(self) -> None:
         """Go on under a new generation, after servers are lost."""
-        self._losses += 1
         names = ", ".join(f"server {number}" for number in sorted(self._engine.lost))
-        error = LimpetError(f"{names} of the tables was lost")
-        if self._losses > _MAX_LOSSES:
-            raise error
+        error = self._count_loss(f"{names} of the tables was lost")
         events.emit("server_lost", run=self._ckpt.run.url, servers=names, error=error)
         self._stop_workers()
         self._done, self._metrics = 0, {}

@@ -103,6 +103,3 @@ class LocalEngine:
         until = time.monotonic() + _END_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-
-    def close(self) -> None:
-        """The servers end with their owner."""

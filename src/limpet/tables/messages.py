@@ -10,17 +10,15 @@ by *epochs*. Everything belongs to one *generation*, which ends when a server is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from limpet.tables.ids import unique
+from limpet.tables.ids import Ids, unique
 from limpet.tasks.batches import Key
 from limpet.tasks.task import Report
-
-Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 RowGradients = tuple[Ids, torch.Tensor]
 """Distinct ids, and the sum of the gradients of each, float32."""

@@ -12,7 +12,7 @@ from limpet.tables.client import TableClient
 
 
 class _LookUp(torch.nn.Module):
-    def __init__(self, tables: Any, name: str, padding_idx: int | None) -> None:
+    def __init__(self, tables: Any, name: str, *, padding_idx: int | None = None) -> None:
         super().__init__()
         client = getattr(tables, "client", tables)
         expected = "the Servers, the tables of a Worker, or a View"
@@ -44,9 +44,6 @@ class Embedding(_LookUp):
     are no integers.
     """
 
-    def __init__(self, tables: Any, name: str, *, padding_idx: int | None = None) -> None:
-        super().__init__(tables, name, padding_idx)
-
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows, numbers, _ = self._look_up(ids)
         return functional.embedding(numbers, rows.float()).to(rows.dtype)
@@ -69,7 +66,7 @@ class EmbeddingBag(_LookUp):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> None:
-        super().__init__(tables, name, padding_idx)
+        super().__init__(tables, name, padding_idx=padding_idx)
         require("mode=", mode in ("sum", "mean", "max"), '"sum", "mean", or "max"', mode)
         self.mode, self.include_last_offset = mode, include_last_offset
 

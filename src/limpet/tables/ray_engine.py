@@ -35,8 +35,9 @@ from limpet.storage.store import Store
 from limpet.tables.client import ServersLost, call_all
 from limpet.tables.dense import DensePart, distribute, keep_part
 from limpet.tables.driver import Ended, Work
+from limpet.tables.ids import Ids
 from limpet.tables.member import TableMember
-from limpet.tables.messages import Answer, Commit, Ids, Mark, NextBatch
+from limpet.tables.messages import Answer, Commit, Mark, NextBatch
 from limpet.tables.segments import equal_ranges
 from limpet.tables.server import StaleMessage, TableServer
 from limpet.tables.table import Table

@@ -7,7 +7,7 @@ it has at a mark is exactly the ledger of the mark, without any worker having wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 
@@ -15,7 +15,8 @@ import torch
 
 from limpet.errors import LimpetError
 from limpet.tables.dense import DensePart
-from limpet.tables.messages import Entry, Ids, Mark, Push, Rates, Sender, merge_gradients
+from limpet.tables.ids import Ids
+from limpet.tables.messages import Entry, Mark, Push, Rates, Sender, merge_gradients
 from limpet.tables.rows import Cut
 from limpet.tables.shard import TableShard
 from limpet.tables.table import Table
@@ -75,15 +76,12 @@ class TableServer:
 
     # -- messages of workers ---------------------------------------------------------------------
 
-    def pull(
-        self, sender: Sender | None, wanted: Mapping[str, Ids], cut: str = ""
-    ) -> dict[str, torch.Tensor]:
-        """Return the rows of ids by table, as they are, or were at a ``cut`` that is held. Without
-        a ``sender``, nothing is confirmed."""
+    def pull(self, sender: Sender | None, name: str, ids: Ids, cut: str = "") -> torch.Tensor:
+        """Return the rows of ids in a table, as they are, or were at a ``cut`` that is held.
+        Without a ``sender``, nothing is confirmed."""
         if sender is not None:
             self._confirm(sender)
-        cuts, _ = self._at(cut) if cut else ({}, None)
-        return {n: self.shards[n].look_up(ids, cut=cuts.get(n)) for n, ids in wanted.items()}
+        return self.shards[name].look_up(ids, cut=self._at(cut)[0][name] if cut else None)
 
     def pull_dense(
         self, sender: Sender | None, version: int, cut: str = ""

@@ -357,8 +357,9 @@ class Servers(TableMember, AbstractContextManager["Servers", None]):
         self._place()
 
     def close(self) -> None:
-        """Release the servers."""
-        self._engine.close()
+        """Release the servers on Ray. Those of this process end with this object."""
+        if not self.servers:
+            self._engine.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()

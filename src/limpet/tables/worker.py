@@ -133,15 +133,9 @@ class Worker:
             self._evaluator = self._evaluator or TaskEvaluator(evaluate)
             self._evaluator.evaluate = evaluate
         self._evaluate_one()
-        if self._seed is None:
-            keys = self._next_leased(batch_size)
-        else:
-            keys = self._next_of_round(batch_size, self._seed)
-        while keys is None and self._evaluator is not None:  # others train, or evaluate
-            request = NextBatch(self.name, batch_size)
-            if self._request(request) == "finished":
-                break
-            self._evaluate_or_wait()
+        keys = self._next_leased(batch_size) if self._seed is None else None
+        if keys is None and (self._seed is not None or self._evaluator is not None):
+            keys = self._next_of_round(batch_size)  # none without rounds: others train, or evaluate
         if keys is None or self._model is not None:
             self._pull_dense()  # also lets the servers apply the last push
         return keys
@@ -164,16 +158,14 @@ class Worker:
         self._keys = keys
         return self._keys
 
-    def _next_of_round(self, batch_size: int, seed: int) -> Keys | None:
-        while True:
-            answer = self._request(NextBatch(self.name, batch_size))
+    def _next_of_round(self, batch_size: int) -> Keys | None:
+        while (answer := self._request(NextBatch(self.name, batch_size))) != "finished":
             if isinstance(answer, Batch):
                 self._batch = answer.number
-                seed_generators(seed, STEP, answer.number)
+                seed_generators(self._seed or 0, STEP, answer.number)
                 return answer.keys
-            if answer == "finished":
-                return None
             self._evaluate_or_wait()
+        return None
 
     def _evaluate_or_wait(self) -> None:
         """Do something else for a moment, which may last for long: keep the leases."""
@@ -214,7 +206,7 @@ class Worker:
         self._number += 1
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         pushes = self._take_push()
-        left = {n: (self._sender, self._number, push) for n, push in enumerate(pushes)}
+        left = {n: (self.tables.sender, self._number, push) for n, push in enumerate(pushes)}
         while left:
             held = self._call("push", left)
             left = {n: arguments for n, arguments in left.items() if not held[n]}
@@ -271,8 +263,7 @@ class Worker:
     def _confirm(self, entry: Entry | None) -> None:
         """Let the next messages to servers carry a commit; in a round, the driver applies it."""
         entry = entry if self._seed is None else None
-        self._sender = Sender(self._generation, self.name, self._committed, entry)
-        self.tables.sender = self._sender
+        self.tables.sender = Sender(self._generation, self.name, self._committed, entry)
 
     def _request(self, request: Commit | NextBatch) -> Answer:
         answer = self._ask(request)
@@ -281,8 +272,9 @@ class Worker:
         return answer
 
     def _pull_dense(self) -> None:
+        sender = self.tables.sender
         cut = self.tables.cut  # which has version 0: a later call gets what is current
-        arguments = {n: (self._sender, version, cut) for n, version in enumerate(self._versions)}
+        arguments = {n: (sender, version, cut) for n, version in enumerate(self._versions)}
         own = {} if self._model is None else named_tensors(self._model)
         for number, (version, values) in self._call("pull_dense", arguments).items():
             self._versions[number] = version
