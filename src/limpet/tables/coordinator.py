@@ -18,7 +18,6 @@ from limpet.tables.messages import (
     Mark,
     NextBatch,
     Rates,
-    Refused,
 )
 from limpet.tasks.batches import TaskBatches
 from limpet.tasks.queue import Queue
@@ -82,11 +81,11 @@ class Coordinator:
         behind = self.step - self._answered[worker]
         self._answered[worker] = self.step
         if self._staleness is not None and behind > self._staleness:
-            return Refused()
+            return "stale"
         try:
             self.queue.report_consumed(request.reports)
         except LeaseLost:
-            return Refused(has_lost_records=True)
+            return "taken"
         self._answered[worker] = self.step = self.step + 1
         rates = self.rates()
         if self._scaled and behind > 1:
@@ -178,7 +177,7 @@ class Synchronous(Coordinator):
         number, key = request.batch, (request.worker, request.number)
         if self._committed.get(number) != key:
             if self.at_work.get(number) != request.worker:
-                return Refused()
+                return "stale"
             del self.at_work[number]
             self._committed[number] = key
             self._answered[request.worker] = request.number

@@ -95,18 +95,14 @@ class DensePart:
             for name, parameter in self._parameters.items():
                 found = [push.dense[name] for push in pushes if name in push.dense]
                 if found:
-                    total = found[0].clone()
-                    for gradient in found[1:]:
-                        total += gradient
-                    parameter.grad = total.div_(len(pushes)).to(parameter.dtype)
+                    average = sum(found[1:], found[0]) / len(pushes)
+                    parameter.grad = average.to(parameter.dtype)
             self._optimizer.step()
             self.set_rates(current)
             for parameter in self._parameters.values():
                 parameter.grad = None
             if step >= self._step:
                 self._step = step
-                for name, buffer in self._buffers.items():
-                    newest = [push.buffers[name] for push in pushes if name in push.buffers]
-                    if newest:
-                        buffer.copy_(newest[-1])
+                for name, newest in [item for push in pushes for item in push.buffers.items()]:
+                    self._buffers[name].copy_(newest)
             self.version += 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,7 @@ from limpet.errors import CommitError, LimpetError
 from limpet.tables.client import Call, ServersLost, TableClient, call_all
 from limpet.tables.coordinator import Coordinator, Synchronous
 from limpet.tables.messages import Answer, Commit, Entry, NextBatch
+from limpet.tables.worker import Worker
 from limpet.tasks.queue import Queue
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.training_evaluation import TrainingEvaluation
@@ -78,6 +80,12 @@ class Work:
         if self.has_ended.is_set():
             self.end()
         return future
+
+    def worker(self, name: str, generation: int, call: Call) -> partial[Worker]:
+        """Return what creates a worker from the rest of its arguments, maybe elsewhere."""
+        tables, firsts = [*self.client.tables.values()], self.client.first_buckets
+        own: dict[str, Any] = {"call": call, "generation": generation, "seed": self.seed}
+        return partial(Worker, name, tables, firsts, **own)
 
     def end(self) -> None:
         self.has_ended.set()  # first: what is asked from now on calls this again

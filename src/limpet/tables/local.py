@@ -11,7 +11,7 @@ from limpet.errors import LimpetError
 from limpet.tables.driver import Ended, Work
 from limpet.tables.messages import Answer, Commit, NextBatch
 from limpet.tables.server import TableServer
-from limpet.tables.worker import Worker, WorkerStopped
+from limpet.tables.worker import WorkerStopped
 from limpet.threads import start_thread
 
 _END_SECONDS = 5.0
@@ -67,18 +67,9 @@ class LocalEngine:
         self._threads.append(thread)
 
     def _run(self, name: str, generation: int) -> None:
-        work, client, turn = self._work, self._work.client, self._turn  # not of a later call
-        worker = Worker(
-            name,
-            [*client.tables.values()],
-            client.first_buckets,
-            call=self.call,
-            ask=turn.ask,
-            queue=work.queue,
-            generation=generation,
-            seed=work.seed,
-            leased_by=name,
-        )
+        work, turn = self._work, self._turn  # not of a later call
+        create = work.worker(name, generation, self.call)
+        worker = create(ask=turn.ask, queue=work.queue, leased_by=name)
         try:
             if work.seed is not None:
                 turn.begin(name)  # the function may use random numbers before its first batch

@@ -116,13 +116,6 @@ class NextBatch(msgspec.Struct, frozen=True, tag=True):
 # -- the answers of the coordinator ----------------------------------------------------------------
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A commit is refused: others have committed too much since the coordinator last answered this
-    worker, or have its records now (``has_lost_records``)."""
-
-    has_lost_records: bool = False
-
-
 class Batch(msgspec.Struct, frozen=True, tag=True):
     """A mini-batch: its number since the beginning of the training, and its records."""
 
@@ -130,6 +123,8 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     keys: list[Key]
 
 
-Answer = Entry | Refused | Batch | Literal["wait", "finished", "stopped"]
-"""To a commit: its entry. ``"wait"``: there is nothing now, ask again. ``"finished"``: all records
-are consumed. ``"stopped"``: the worker is of an older generation, or counts as lost."""
+Answer = Entry | Batch | Literal["stale", "taken", "wait", "finished", "stopped"]
+"""To a commit: its entry, or why it is refused: ``"stale"``, others have committed too much since
+the coordinator last answered this worker; ``"taken"``, others have its records now. ``"wait"``:
+there is nothing now, ask again. ``"finished"``: all records are consumed. ``"stopped"``: the worker
+is of an older generation, or counts as lost."""

@@ -181,12 +181,11 @@ class LimpetTableWorker:
     """A worker in a process of its own."""
 
     def work(
-        self, path: list[str], setup: bytes, call: Any, firsts: Any, name: str, number: int
+        self, path: list[str], pickled: bytes, create: partial[Worker], address: str, name: str
     ) -> str:
-        """Call the function of the user. Return why it has stopped early, or "". ``number``: of
-        the generation; ``firsts``: the first buckets of the servers."""
+        """Call the function of the user. Return why it has stopped early, or ""."""
         ray_cluster.add_path(path)
-        train, tables, seed, address = pickle.loads(setup)
+        train = pickle.loads(pickled)
         with RemoteQueue.connect(address, name) as queue:
 
             def ask(request: Commit | NextBatch) -> Answer:
@@ -196,9 +195,8 @@ class LimpetTableWorker:
                 found: Answer = _ANSWER.decode(answer)
                 return found
 
-            more = {"call": call, "ask": ask, "queue": queue, "generation": number, "seed": seed}
             try:
-                train(Worker(name, tables, firsts, **more))
+                train(create(ask=ask, queue=queue))
             except WorkerStopped as e:
                 return f"it was stopped. {e}"
             except LimpetError as e:
@@ -270,10 +268,9 @@ class RayEngine:
     def prepare(self, work: Work) -> None:
         ray_cluster.check_options("ray=", work.options)
         self._class_of_workers = ray_cluster.actor_class(self._ray, LimpetTableWorker, work.options)
-        self._work, tables = work, [*work.client.tables.values()]
-        self._tasks = TaskServer(work.queue, on_call=self._answer)
-        setup = work.train, tables, work.seed, self._tasks.listen(self._host)
-        self._work_setup = self._ray.put(self._ray.cloudpickle.dumps(setup))
+        self._work, self._tasks = work, TaskServer(work.queue, on_call=self._answer)
+        self._address = self._tasks.listen(self._host)
+        self._train = self._ray.put(self._ray.cloudpickle.dumps(work.train))
 
     def _answer(self, worker: str, payload: bytes) -> bytes:
         """Return the answer of the driver to a request, or b"": then the worker asks on."""
@@ -289,8 +286,8 @@ class RayEngine:
     def start_worker(self, name: str, generation: int) -> None:
         actor = self._workers[name] = self._class_of_workers.remote()
         call = partial(call_servers, self._ray, self._actors)
-        setup = ray_cluster.own_path(), self._work_setup, call, self._work.client.first_buckets
-        work = actor.work.remote(*setup, name, generation)
+        create, path = self._work.worker(name, generation, call), ray_cluster.own_path()
+        work = actor.work.remote(path, self._train, create, self._address, name)
         work.future().add_done_callback(partial(self._end_worker, name))
 
     def _end_worker(self, name: str, future: Future[str]) -> None:

@@ -14,7 +14,7 @@ from limpet.evaluation.worker import TaskEvaluator, Work
 from limpet.generators import STEP, seed_generators
 from limpet.tables.client import Call, ServersLost, TableClient
 from limpet.tables.dense import named_tensors
-from limpet.tables.messages import Answer, Batch, Commit, Entry, NextBatch, Push, Refused, Sender
+from limpet.tables.messages import Answer, Batch, Commit, Entry, NextBatch, Push, Sender
 from limpet.tables.server import StaleMessage
 from limpet.tables.table import Table
 from limpet.tasks.batches import Key, TaskBatches
@@ -41,8 +41,8 @@ class WorkerStopped(BaseException):
     worker counts as lost. It ends the function of the user, who must not catch it."""
 
 
-class _Refused(Exception):
-    """A commit was refused."""
+class _StaleCommit(Exception):
+    """A commit was refused, and the worker still has its records."""
 
 
 class Worker:
@@ -220,7 +220,7 @@ class Worker:
         except LeaseLost:
             self._keys, self._reader = None, iter(())
             return False
-        except _Refused:
+        except _StaleCommit:
             return False
         self._keys = None
         return True
@@ -254,8 +254,10 @@ class Worker:
         )
         while (answer := self._request(request)) == "wait":
             self._evaluate_or_wait()
-        if isinstance(answer, Refused):
-            raise LeaseLost("Others have the records") if answer.has_lost_records else _Refused
+        if answer == "taken":
+            raise LeaseLost("Others have the records")
+        if answer == "stale":
+            raise _StaleCommit
         if isinstance(answer, Entry):
             self._committed = self._number
             self._confirm(answer)
