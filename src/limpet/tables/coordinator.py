@@ -9,16 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from limpet.errors import LeaseLost, LimpetError
-from limpet.tables.messages import (
-    Answer,
-    Batch,
-    Commit,
-    Entry,
-    Ledger,
-    Mark,
-    NextBatch,
-    Rates,
-)
+from limpet.tables.messages import Answer, Batch, Commit, Entry, Ledger, Mark, NextBatch, Rates
 from limpet.tasks.batches import TaskBatches
 from limpet.tasks.queue import Queue
 

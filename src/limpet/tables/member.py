@@ -46,23 +46,18 @@ class _CutPlan(msgspec.Struct, frozen=True):
 class TableMember(Streamed):
     """The ``servers`` of this process, the first of which has the number ``first``, of ``count``.
 
-    ``make_mark``: on rank 0, begins an epoch and returns its mark. All processes of the group that
-    have servers, and rank 0, have a member under one key.
+    All processes of the group that have servers, and rank 0, have a member under one key.
     """
 
+    make_mark: Callable[[], Mark] | None = None
+    """On rank 0: begins an epoch, and returns its mark."""
+
     def __init__(
-        self,
-        specs: Sequence[Table],
-        servers: Sequence[TableServer],
-        *,
-        first: int,
-        count: int,
-        make_mark: Callable[[], Mark] | None,
+        self, specs: Sequence[Table], servers: Sequence[TableServer], *, first: int, count: int
     ) -> None:
         self.specs = {table.name: table for table in specs}
         self.tables = [*self.specs]
         self.servers, self._first, self.count = servers, first, count
-        self._make_mark = make_mark
         self.ranges = segments.equal_ranges(count)
         self.losses: list[dict[str, int]] = []
         """The ``losses`` of each table: buckets that have returned to a version."""
@@ -92,7 +87,7 @@ class TableMember(Streamed):
             self._begun += 1
         self._begun += 1
         with closing(group.collective("the cut of the tables")) as collective, collective:
-            mark = collective.broadcast(self._make_mark() if self._make_mark else None, Mark)
+            mark = collective.broadcast(self.make_mark() if self.make_mark else None, Mark)
             for server in self.servers:
                 self._marked.enter_context(server.at_mark(mark))
                 self._marked_by = get_ident()

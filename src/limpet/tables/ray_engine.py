@@ -145,7 +145,7 @@ class LimpetTableServer(TableServer):
         super().__init__(tables, equal_ranges(self._count)[number], part)
         if replaces:
             self.replace(self.buckets, None)
-        self._tables = TableMember(tables, [self], first=number, count=self._count, make_mark=None)
+        self._tables = TableMember(tables, [self], first=number, count=self._count)
         self._group: Group | None = None
         self._serving = Lock()
 

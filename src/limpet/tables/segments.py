@@ -176,15 +176,14 @@ class StoredSegment:
         self, names: Sequence[str], first: int, stop: int, into: Mapping[str, NDArray[Any]]
     ) -> None:
         """Read rows of some columns into contiguous memory, and check their digests."""
-        requests, targets = [], []
+        parts = []
         for name in names if stop > first else ():
             leaf, part = self.columns[name], into[name]
             if part.nbytes != (stop - first) * row_bytes(leaf):
                 self._fail(f"{name} of {part.nbytes} bytes", f"{list(leaf.shape)} {leaf.dtype}")
-            request, target = _request(leaf, first, stop, part)
-            requests.append(request)
-            targets.append(target)
-        if requests:
+            parts.append(_request(leaf, first, stop, part))
+        if parts:
+            requests, targets = zip(*parts)
             self.reader.read(requests, targets, check_headers=False)
         if "ids" in names:
             self._check(into["ids"][: stop - first], self.rows_per_bucket, first)
@@ -224,11 +223,10 @@ def restore_rows(
     """Fill an empty set of rows from the segments of a version: some buckets, and some columns, by
     default all. The first segment is read into the memory of the rows, the others in blocks."""
     names = names or [*rows.columns]
-    for n, segment in enumerate(segments):
-        if n == 0:
-            _adopt(rows, segment, names, buckets)
-        else:
-            apply(rows, segment.deleted(buckets), segment.blocks(names, buckets))
+    for segment in segments[:1]:
+        _adopt(rows, segment, names, buckets)
+    for segment in segments[1:]:
+        apply(rows, segment.deleted(buckets), segment.blocks(names, buckets))
     with rows.lock:
         rows.mark_stored()
 

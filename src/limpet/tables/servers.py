@@ -112,8 +112,8 @@ class Servers(TableMember, AbstractContextManager["Servers", None]):
         self._seed = seed if grads_to_wait is not None else None
         self._prepare_dense(dense)
         servers = self._make_servers(specs, count) if engine == "local" else []
-        mark = self._coordinator.mark
-        super().__init__(specs, servers, first=0, count=count, make_mark=mark)
+        super().__init__(specs, servers, first=0, count=count)
+        self.make_mark = self._coordinator.mark
         self._engine: Any = LocalEngine(self.servers)
         if engine == "ray":
             from limpet.tables.ray_engine import RayEngine

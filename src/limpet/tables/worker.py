@@ -76,7 +76,7 @@ class Worker:
         self.tables.connect(tables, first_buckets, call_servers)
         self._ask, self._queue = ask, queue
         self._generation, self._seed, self._leased_by = generation, seed, leased_by
-        self._number = self._committed = 0
+        self._number = 0
         self._model: torch.nn.Module | None = None
         self._versions = [0] * len(first_buckets)
         self._owner: dict[str, int] = {}
@@ -259,13 +259,13 @@ class Worker:
         if answer == "stale":
             raise _StaleCommit
         if isinstance(answer, Entry):
-            self._committed = self._number
             self._confirm(answer)
 
     def _confirm(self, entry: Entry | None) -> None:
         """Let the next messages to servers carry a commit; in a round, the driver applies it."""
+        committed = 0 if entry is None else entry.number
         entry = entry if self._seed is None else None
-        self.tables.sender = Sender(self._generation, self.name, self._committed, entry)
+        self.tables.sender = Sender(self._generation, self.name, committed, entry)
 
     def _request(self, request: Commit | NextBatch) -> Answer:
         answer = self._ask(request)
