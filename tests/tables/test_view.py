@@ -270,7 +270,20 @@ def test_damage_leaves_the_view_as_it_was(is_full):
     training.assert_equal(view, 3)
 
 
-def test_an_id_twice_in_a_segment_is_damage_that_is_found_before_anything_changes(monkeypatch):
+class Twice:
+    """A leaf of ids that has its first id again and again."""
+
+    def __init__(self, leaf):
+        self.leaf = leaf
+
+    def __getitem__(self, part):
+        ids = self.leaf[part]
+        ids[:] = ids[:1]
+        return ids
+
+
+@pytest.mark.parametrize("of", ["ids", "deleted"])
+def test_an_id_twice_in_a_segment_is_damage_that_is_found_before_anything_changes(monkeypatch, of):
     training = Training(MemoryStore(), WORDS, URLS)
     with training.saving(incremental=True):
         training.change()
@@ -284,7 +297,15 @@ def test_an_id_twice_in_a_segment_is_damage_that_is_found_before_anything_change
             read(segment, names, first, stop, into)
             into["ids"][:] = into["ids"][0]
 
-        monkeypatch.setattr(StoredSegment, "read", read_twice)
+        def deleted_twice(segment, buckets):
+            segment._deleted = Twice(segment._deleted)
+            return deleted(segment, buckets)
+
+        deleted = StoredSegment.deleted
+        if of == "ids":
+            monkeypatch.setattr(StoredSegment, "read", read_twice)
+        else:
+            monkeypatch.setattr(StoredSegment, "deleted", deleted_twice)
         with pytest.raises(ManifestInvalid, match="occurs twice"):
             view.follow()
         monkeypatch.undo()

@@ -162,6 +162,7 @@ class StoredSegment:
         """Return the deleted ids of some buckets, checked."""
         first, stop = self.range_of(self.deleted_per_bucket, buckets)
         ids = np.asarray(self._deleted[first:stop], np.int64)
+        self._require_distinct(ids)
         self._check(ids, self.deleted_per_bucket, first)
         return ids
 
@@ -171,6 +172,10 @@ class StoredSegment:
         parts = [slice(n, n + MIB) for n in range(0, len(ids), MIB)]  # for small temporaries
         if not all(np.array_equal(bucket_of(ids[part]), expected[part]) for part in parts):
             self._fail("ids in the order of their buckets", "an id of another bucket")
+
+    def _require_distinct(self, ids: NDArray[np.int64]) -> None:
+        if len(unique(ids)[0]) < len(ids):
+            self._fail("distinct ids", "an id that occurs twice")
 
     def read(
         self, names: Sequence[str], first: int, stop: int, into: Mapping[str, NDArray[Any]]
@@ -201,8 +206,7 @@ class StoredSegment:
             }
             block["ids"] = block["ids"].reshape(-1).view(np.int64)
             self.read(names, start, end, block)
-            if len(unique(block["ids"])[0]) < len(block["ids"]):
-                self._fail("distinct ids", "an id that occurs twice")
+            self._require_distinct(block["ids"])
             yield block
 
 
