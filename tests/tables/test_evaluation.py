@@ -235,7 +235,7 @@ def test_one_worker_evaluates_while_old_rows_are_at_their_limit(monkeypatch, opt
 
     def hook(worker):
         shards = [server.shards["seen"] for server in training.servers.servers]
-        waits.append(any(shard.must_wait for shard in shards))
+        waits.append(any(shard.rows.must_wait for shard in shards))
 
     training = Training(
         store, workers=1, hook=hook, options=options, save=limpet.EverySteps(3)

@@ -439,7 +439,7 @@ def test_a_fill_waits_while_a_cut_has_too_many_old_rows():
     cut = shard.rows.begin_cut(is_full=True)
     cut.old_bytes_limit = 1
     push(shard, [1])
-    assert shard.must_wait
+    assert shard.rows.must_wait
     ids, vectors = check_rows(shard.table, [2], np.ones((1, 4)))
     thread = threading.Thread(target=server.fill, args=("words", ids, vectors, 0))
     thread.start()

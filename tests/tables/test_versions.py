@@ -279,9 +279,9 @@ def test_a_push_waits_while_a_save_has_as_many_old_rows_as_it_may_have(part):
     ckpt = run_of(servers, store)[0]
     with ckpt:
         push(servers, ids[: most - 1000])
-        assert not shard.must_wait
+        assert not shard.rows.must_wait
         push(servers, ids[most - 1000 : most + 1000])
-        assert shard.must_wait
+        assert shard.rows.must_wait
         pushing = threading.Thread(target=push, args=(servers, ids[most + 1000 : most + 1100]))
         pushing.start()
         pushing.join(0.1)

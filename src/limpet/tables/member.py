@@ -21,9 +21,9 @@ from limpet.state.streamed import Streamed
 from limpet.tables import segments
 from limpet.tables.ids import BUCKETS
 from limpet.tables.messages import Mark
-from limpet.tables.rows import Cut, Rows
+from limpet.tables.rows import Cut
 from limpet.tables.server import TableServer
-from limpet.tables.shard import SETS, TableShard
+from limpet.tables.shard import SETS, TableShard, sets_of
 from limpet.tables.table import Table
 
 _Counts = dict[str, tuple[int, int, int]]
@@ -252,11 +252,6 @@ class TableMember(Streamed):
 
     def restored(self, saved: Mapping[str, Any], snapshot: SnapshotReader) -> None:
         """Take over what else a version says of the tables, after a restore."""
-
-
-def sets_of(shards: Mapping[str, TableShard]) -> dict[str, Rows]:
-    """Return the sets of rows of shards, by ``TABLE/SET``."""
-    return {f"{n}/{key}": rows for n, shard in shards.items() for key, rows in shard.sets.items()}
 
 
 def saved_tables(reader: SnapshotReader, key: str) -> Any:

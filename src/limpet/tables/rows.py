@@ -229,9 +229,13 @@ class Rows:
 
     @property
     def must_wait(self) -> bool:
-        """True if the old rows of a cut have reached their limit. Then wait on ``lock``: the end of
-        a cut notifies it."""
+        """True while the old rows of a cut have reached their limit: updates must wait."""
         return any(cut.old_bytes >= cut.old_bytes_limit for cut in self._cuts)
+
+    def wait(self) -> None:
+        """Wait until that is not so: the end of a cut notifies the lock."""
+        with self.lock:
+            self.lock.wait_for(lambda: not self.must_wait)
 
     def begin_cut(self, *, is_full: bool) -> Cut:
         """Return a cut for a save: of all rows, or of those that changed since the last committed

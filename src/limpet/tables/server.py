@@ -18,7 +18,7 @@ from limpet.tables.dense import DensePart
 from limpet.tables.ids import Ids
 from limpet.tables.messages import Entry, Mark, Push, Rates, Sender, merge_gradients
 from limpet.tables.rows import Cut
-from limpet.tables.shard import TableShard
+from limpet.tables.shard import TableShard, sets_of
 from limpet.tables.table import Table
 
 
@@ -255,15 +255,15 @@ class TableServer:
 
     @property
     def _must_wait(self) -> bool:
-        return any(shard.must_wait for shard in self.shards.values())
+        return any(rows.must_wait for rows in sets_of(self.shards).values())
 
     @contextmanager
     def _room_for_old_rows(self) -> Iterator[None]:
         """Hold the lock while no cut has as many old rows as it may have."""
         is_held = False
         while not is_held:
-            for shard in self.shards.values():
-                shard.wait()  # without the lock, which the end of a cut needs
+            for rows in sets_of(self.shards).values():
+                rows.wait()  # without the lock, which the end of a cut needs
             with self._lock:
                 if is_held := not self._must_wait:
                     yield

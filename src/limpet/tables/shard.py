@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,7 @@ class TableShard:
         return ids
 
     def statistics(self) -> dict[str, int]:
-        """Return counts: rows, bytes of memory, candidates (ids that are not admitted), and, since
-        the start, the rows admitted and evicted, the gradients refused because they were not
-        finite, and those dropped before the admission."""
+        """Return the counts that ``Servers.statistics`` describes."""
         with self.lock:
             return {
                 "rows": self.rows.count,
@@ -93,7 +92,7 @@ class TableShard:
         """Update the rows of distinct ids (int64 ``[n]``) by their gradients (float32 ``[n, dim]``)
         with the learning rate ``lr``; ``step`` is the number of the update.
 
-        Does not wait for a cut: see ``must_wait``. Raises ``LimpetError`` before anything changes
+        Does not wait for a cut: see ``Rows.wait``. Raises ``LimpetError`` before anything changes
         if a gradient is not finite, unless the table has ``nan="skip"``.
         """
         rate = real(lr)
@@ -172,16 +171,6 @@ class TableShard:
             self.rows.column("last_steps").numpy()[rows] = step
             self._evict_most()
 
-    def wait(self) -> None:
-        """Wait while a cut has as many old rows as it may have."""
-        with self.lock:
-            self.lock.wait_for(lambda: not self.must_wait)
-
-    @property
-    def must_wait(self) -> bool:
-        """True while a cut has as many old rows as it may have: updates must wait."""
-        return any(rows.must_wait for rows in self.sets.values())
-
     def delete(self, ids: Ids) -> None:
         """Delete the rows of distinct ids, if they have any, and what is counted of them."""
         with self.lock:
@@ -232,6 +221,11 @@ class TableShard:
         rows.delete(numbers)
         if rows is self.rows:
             self._counts["evicted"] += len(numbers)
+
+
+def sets_of(shards: Mapping[str, TableShard]) -> dict[str, Rows]:
+    """Return the sets of rows of shards, by ``TABLE/SET``."""
+    return {f"{n}/{key}": rows for n, shard in shards.items() for key, rows in shard.sets.items()}
 
 
 def check_rows(table: Table, ids: Any, values: Any) -> tuple[Ids, torch.Tensor]:
