@@ -79,34 +79,29 @@ class TableMember(Streamed):
     def begin_save(self, key: str, base: SnapshotReader | None, group: Group) -> None:
         """Begin a cut on all servers, at one mark. Until ``end_staging``, nothing is applied."""
         with self._save_lock:  # not while another save ends, in its thread
-            self._begin(key, base, group)
-
-    def _begin(self, key: str, base: SnapshotReader | None, group: Group) -> None:
-        if self._cuts:  # another save runs, or Ctrl-C came where nobody could end it
-            self._end(None, None)
+            if self._cuts:  # another save runs, or Ctrl-C came where nobody could end it
+                self._end(None, None)
+                self._begun += 1
             self._begun += 1
-        self._begun += 1
-        with closing(group.collective("the cut of the tables")) as collective, collective:
-            mark = collective.broadcast(self.make_mark() if self.make_mark else None, Mark)
-            for server in self.servers:
-                self._marked.enter_context(server.at_mark(mark))
-                self._marked_by = get_ident()
-            is_usable = base is not None and base.digest == self._base
-            found = collective.gather((is_usable, self._count()), tuple[bool, list[_Counts]])
-            plan = None if found is None else self._plan(found)
-            plan = collective.broadcast(plan, _CutPlan)
-        with self._changing():
-            for server in self.servers:
-                self._cuts.append({})
-                for name, shard in server.shards.items():
-                    with shard.lock:
-                        for key_below, rows in sets_of({name: shard}).items():
-                            self._cuts[-1][key_below] = rows.begin_cut(is_full=name in plan.full)
-        has_old = bool(self.servers) and plan.full != self.tables
-        saved = saved_tables(base, key) if base is not None and has_old else {}
-        self._saving = {}
-        made = {name: self._table(name, mark, plan, saved.get(name, {})) for name in self.specs}
-        self._tree = made if self.servers else {}
+            with closing(group.collective("the cut of the tables")) as collective, collective:
+                mark = collective.broadcast(self.make_mark() if self.make_mark else None, Mark)
+                for server in self.servers:
+                    self._marked.enter_context(server.at_mark(mark))
+                    self._marked_by = get_ident()
+                is_usable = base is not None and base.digest == self._base
+                found = collective.gather((is_usable, self._count()), tuple[bool, list[_Counts]])
+                plan = None if found is None else self._plan(found)
+                plan = collective.broadcast(plan, _CutPlan)
+            with self._changing():
+                for server in self.servers:
+                    self._cuts.append(cuts := {})
+                    for below, rows in sets_of(server.shards).items():
+                        cuts[below] = rows.begin_cut(is_full=below.partition("/")[0] in plan.full)
+            has_old = bool(self.servers) and plan.full != self.tables
+            saved = saved_tables(base, key) if base is not None and has_old else {}
+            self._saving = {}
+            made = {name: self._table(name, mark, plan, saved.get(name, {})) for name in self.specs}
+            self._tree = made if self.servers else {}
 
     def _count(self) -> list[_Counts]:
         servers = [sets_of(server.shards) for server in self.servers]
