@@ -402,8 +402,8 @@ def _find_container(snapshot: SnapshotReader, root: str) -> Any:
 def _averaged_model_prefix(node: Any, root: str) -> str:
     """Return ``module.`` if ``node`` is an ``AveragedModel``, which has ``n_averaged`` next to its
     member ``module``, else ""."""
-    is_dict = not {"dict", "ordered", "items"}.isdisjoint(node)
-    names = {str(name) for name, _, _ in tree.children(node, root)} if is_dict else set()
+    children = tree.children(node, root) if tree.is_dict(node) else ()
+    names = {str(name) for name, _, _ in children}
     others = names - {_AVERAGED_COUNT}
     is_averaged = len(names) > len(others) > 0 and all(n.startswith(_AVERAGED) for n in others)
     return _AVERAGED if is_averaged else ""

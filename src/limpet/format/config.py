@@ -51,8 +51,7 @@ def _describe(rejection: Rejection) -> str:
 
 def config_entries(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
     """Yield the key and the node of each value of a config that is no dict, or an empty one."""
-    is_dict = type(node) is dict and next(iter(node)) in ("dict", "ordered", "items")
-    members = tree.children(node, key) if is_dict else ()
+    members = tree.children(node, key) if tree.is_dict(node) else ()
     for _, member, member_key in members:
         yield from config_entries(member, member_key)
     if key and not members:

@@ -58,6 +58,7 @@ MAX_DIMENSIONS = 64
 """The limit of NumPy."""
 
 LEAF_TAGS = ("tensor", "array", "blob")
+_BYTE_TAGS = (*LEAF_TAGS, "tied")
 OTHER_MODULES = "."
 """The name, in the metadata of a module's state dict, of the entry of all modules without one."""
 
@@ -365,6 +366,20 @@ def children(node: Node, key: str) -> list[tuple[Any, Node, str]]:
     return list(zip(names, nodes, child_keys(names, key), strict=True))
 
 
+def tag_of(node: Node) -> Any:
+    """Return the tag of a node, which is its first name; None for a node without a tag."""
+    return next(iter(node), None) if type(node) is dict else None
+
+
+def is_leaf(node: Node) -> bool:
+    """Return True for the node of a leaf or of a tensor that is tied to one."""
+    return tag_of(node) in _BYTE_TAGS
+
+
+def is_dict(node: Node) -> bool:
+    return tag_of(node) in ("dict", "ordered", "items")
+
+
 def members(node: Node, key: str) -> Iterable[tuple[Node, str]] | None:
     """Return node and key of each direct member of a container; None if it is not a container."""
     tag = next(iter(node), None) if type(node) is dict else None
@@ -462,7 +477,7 @@ def check_tree(node: Node, file: str) -> LeafSpecs:
     """Return the dtype and global shape of each leaf in the shards, by key. Raises
     ``ManifestInvalid`` for anything that this module does not write."""
     checker = _Checker(file)
-    if type(node) is not dict or next(iter(node), None) not in ("dict", "items"):
+    if tag_of(node) not in ("dict", "items"):
         raise invalid_node(node, "", file)
     checker.check_node(node, "", 0)
     for key, target in checker.tied:
@@ -474,7 +489,7 @@ def check_tree(node: Node, file: str) -> LeafSpecs:
 def check_plain(node: Node, key: str, file: str) -> None:
     """Check a dict that may contain only plain values, like ``check_tree``."""
     checker = _Checker(file)
-    if type(node) is not dict or next(iter(node), None) != "dict":
+    if tag_of(node) != "dict":
         raise invalid_node(node, key, file)
     checker.check_node(node, key, 0)
     if not checker.is_plain:

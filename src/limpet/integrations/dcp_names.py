@@ -86,8 +86,7 @@ def collect_entries(root: Any, flattened: bool) -> dict[str, FqnEntry]:
     DCP's leaves made it (``flattened``). Raises ``PlanError`` for two leaves with one FQN."""
     entries: dict[str, FqnEntry] = {}
     for entry in _walk(FqnEntry((), "", root), flattened):
-        is_leaf = type(entry.node) is dict and next(iter(entry.node)) in tree.LEAF_TAGS
-        if flattened and not is_leaf:
+        if flattened and tree.tag_of(entry.node) not in tree.LEAF_TAGS:
             continue  # None fills the positions of a list that have no saved member
         fqn = fqn_of(entry.path)
         if entries.setdefault(fqn, entry) is not entry:

@@ -67,7 +67,7 @@ match_none = make_key_filter(())
 def prune(node: Any, key_filter: KeyFilter, key: str = "") -> Any:
     """Return the tree without the nodes that are not selected, or ``ABSENT``. In lists and tuples,
     None replaces them, so that the others keep their positions."""
-    tag = next(iter(node), None) if type(node) is dict else None
+    tag = tree.tag_of(node)
     if tag in ("dict", "ordered", "items"):
         members = [(n, prune(c, key_filter, k)) for n, c, k in tree.children(node, key)]
         kept = [(i, n, c) for i, (n, c) in enumerate(members) if c is not ABSENT]
@@ -134,7 +134,7 @@ def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, st
 
 
 def _rename_members(node: Any, renames: NumberedRenames, key: str, used_names: set[str]) -> Any:
-    tag = next(iter(node), None) if type(node) is dict else None
+    tag = tree.tag_of(node)
     if tag in ("dict", "ordered"):
         members: dict[str, Any] = {}
         for name, child, k in tree.children(node, key):

@@ -23,7 +23,7 @@ from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT
 from limpet.loading.binding import STATE_INVALID, Binding, Members
-from limpet.loading.targets import Finalize, LoadTargets, tag_of
+from limpet.loading.targets import Finalize, LoadTargets
 from limpet.state import composites, modules, sharding
 from limpet.state.arrays import part_library
 from limpet.text import format_list, warn_user, with_article
@@ -255,7 +255,7 @@ class _Loader:
             if n.startswith(start) and binding.selected(k)
         }
         is_distributed = any(sharding.is_distributed_tensor(self.state[name]) for name in live)
-        has_subclass = any(tag_of(members[n][0]) == "subclass" for n in converted)
+        has_subclass = any(tree.tag_of(members[n][0]) == "subclass" for n in converted)
         if not converted or is_distributed or has_subclass:
             return {}
         sub = self.module.get_submodule(path)

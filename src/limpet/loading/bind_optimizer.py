@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT, rename
-from limpet.loading.bind_stateful import bind_stateful, is_dict
+from limpet.loading.bind_stateful import bind_stateful
 from limpet.loading.binding import STATE_INVALID, Binding, Members
-from limpet.loading.targets import Finalize, is_leaf, tag_of
+from limpet.loading.targets import Finalize
 from limpet.state import composites, modules, optimizers, sharding
 from limpet.state.arrays import library_of, part_library
 from limpet.state.loadable import shares_elements
@@ -47,7 +47,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     others: dict[Any, Finalize] = {}  # of no parameter, or of one, but not a dict of slots
     for saved_name, slots, k in tree.children(saved, state_key):
         name = binding.live_name(saved_name)
-        if saved_name not in in_groups or (name in live and not is_dict(slots)):
+        if saved_name not in in_groups or (name in live and not tree.is_dict(slots)):
             if binding.is_any_selected(slots, k):
                 state_name = live.get(name, saved_name)
                 device = getattr(optimizer.state.get(state_name), "device", "cpu")
@@ -103,7 +103,7 @@ def bind_own_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) ->
                 f" another shape ({shapes}), whose own load_state_dict cannot leave it out"
             )
             return lambda: optimizer
-    members = binding.dict_members(optimizer, node, key) if is_dict(node) else {}
+    members = binding.dict_members(optimizer, node, key) if tree.is_dict(node) else {}
     if members and _is_numbered(members):
         members = _name_parameters(binding, optimizer, grouped, members, key)
     if members is None:
@@ -127,7 +127,7 @@ def _named_states(node: Any, key: str) -> Iterator[tuple[tuple[Any, str], tuple[
     """Yield the state, and the parameters of each group, of each node of PyTorch's form whose
     parameters have names: both with their keys."""
     inner: Members = dict(enumerate(tree.members(node, key) or ()))
-    if is_dict(node):
+    if tree.is_dict(node):
         inner = {name: (child, k) for name, child, k in tree.children(node, key)}
     if groups := _parameters(inner, "param_groups", str):
         yield inner.pop("state"), (groups, inner.pop("param_groups")[1])
@@ -172,12 +172,12 @@ def _parameters(members: Members, groups_name: str, kind: type) -> list[list[Any
     """Return the parameters in each group of a saved optimizer, which are all names or all numbers,
     by ``kind``. None: the members are not those of an optimizer."""
     (state, _), (groups, _) = (members.get(name, (None, "")) for name in ("state", groups_name))
-    if not is_dict(state) or tag_of(groups) != "list":
+    if not tree.is_dict(state) or tree.tag_of(groups) != "list":
         return None
     found = []
     for group in groups["list"]:
-        params: Any = group["dict"].get("params") if tag_of(group) == "dict" else None
-        if tag_of(params) != "list" or any(type(p) is not kind for p in params["list"]):
+        params: Any = group["dict"].get("params") if tree.tag_of(group) == "dict" else None
+        if tree.tag_of(params) != "list" or any(type(p) is not kind for p in params["list"]):
             return None
         found.append(params["list"])
     return found
@@ -298,7 +298,7 @@ def _name_parameters(
 def _recorded_names(group: Any) -> list[str]:
     """Return the names that a saved group has for its parameters, as of ``named_parameters()``."""
     names = group["dict"].get("param_names")
-    return [*map(str, names["list"])] if tag_of(names) == "list" else []
+    return [*map(str, names["list"])] if tree.tag_of(names) == "list" else []
 
 
 def _bare(name: str) -> str:
@@ -443,7 +443,7 @@ def _find_resized(
 def _note_other_kind(binding: Binding, live: Any, node: Any, key: str) -> bool:
     """If only one side is a tensor, record a difference and return True. None is a slot not created
     yet; a number may be a tensor of one element (early PyTorch, L-BFGS), and the reverse."""
-    if live is None or node is None or tag_of(node) in tree.PART_TAGS:
+    if live is None or node is None or tree.tag_of(node) in tree.PART_TAGS:
         return False
     source = binding.tensor_source(node, key)
     is_number = type(node) in (int, float)
@@ -467,7 +467,7 @@ def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: st
     device = owner.device_of(slot)
     live = _live_slot(owner, slot, node, key)
     is_live_tensor = _is_tensor(live)
-    if is_live_tensor and (composites.is_subclass(live) or tag_of(node) == "subclass"):
+    if is_live_tensor and (composites.is_subclass(live) or tree.tag_of(node) == "subclass"):
         return binding.bind_subclass(live, node, key)
     if not (type(node) is dict and "tensor" in node):
         if is_live_tensor and slot == "step" and type(node) in (int, float):
@@ -511,7 +511,7 @@ def add_slot(
     parameter = owner.parameter
     is_distributed = sharding.is_distributed_tensor(parameter)
     for k, n in tree.walk(node, key) if is_distributed and type(node) is dict else ():
-        if is_leaf(n):
+        if tree.is_leaf(n):
             source, _ = binding.targets.resolve_leaf(n, k)
             _, shape = binding.targets.snapshot.leaves[source]
             if prod(shape) > 1 and shape != tuple(parameter.shape):
@@ -533,7 +533,7 @@ def _live_slot(owner: SlotOwner, slot: str, node: Any, key: str) -> Any:
     optimizer create it as its first step would, if it has torchao's method for that."""
     live = owner.live_slots.get(slot)
     create = getattr(owner.optimizer, "_new_buffer", None)
-    if live is not None or tag_of(node) != "subclass" or create is None:
+    if live is not None or tree.tag_of(node) != "subclass" or create is None:
         return live
     for signed in (True, False):
         created = create(owner.parameter, signed)

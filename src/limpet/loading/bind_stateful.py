@@ -10,7 +10,7 @@ from limpet.format import tree
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT
 from limpet.loading.binding import STATE_INVALID, Binding
-from limpet.loading.targets import Finalize, is_leaf, tag_of
+from limpet.loading.targets import Finalize
 from limpet.state.modules import UNCHANGED, calling
 
 Adapt = Callable[[Any], Any]
@@ -37,7 +37,7 @@ def bind_stateful(
     finalize_state = binding.targets.add_fresh(node, key, "cpu")
     check = getattr(value, "check_state_dict", None)
     adapt = _compare_with_live(binding, value, node, key) if check is None else _unchanged
-    if check is not None and not any(is_leaf(n) for _, n in tree.walk(node, key)):
+    if check is not None and not any(tree.is_leaf(n) for _, n in tree.walk(node, key)):
         effect = f"Nothing was {'saved' if binding.targets.is_dry else 'loaded'}. {UNCHANGED}"
         with calling(value, key, "check_state_dict", effect):
             try:
@@ -60,11 +60,10 @@ def bind_stateful(
 def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Adapt:
     """Record the differences between a saved state and the live ``state_dict()``, which is called
     once, and not at all if no saved key is compared, or if that changes the object."""
-    saved_names = [name for name, _, _ in tree.children(node, key)] if is_dict(node) else []
-    if saved_names and not any(map(_is_field, saved_names)):
-        return _unchanged
-    # their loaders would begin an iterator, which the next iter() returns whatever is then loaded
-    if is_from_torchdata(value):
+    saved_names = [name for name, _, _ in tree.children(node, key)] if tree.is_dict(node) else []
+    has_no_field = saved_names and not any(map(_is_field, saved_names))
+    # torchdata's loaders would begin an iterator, which the next iter() returns whatever is loaded
+    if has_no_field or is_from_torchdata(value):
         return _unchanged
     try:
         live = binding.live_state(value, key)
@@ -86,10 +85,10 @@ def _compare(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
     """Compare the keys of two states. A live state that is empty accepts every saved state."""
     if live is None or (isinstance(live, dict) and (not live or type(live) is Counter)):
         return _unchanged
-    if isinstance(live, dict) != is_dict(node):
+    if isinstance(live, dict) != tree.is_dict(node):
         binding.note_other_kind(f"state of {type(live).__name__}", node, key)
         return _unchanged
-    if not is_dict(node):
+    if not tree.is_dict(node):
         return _unchanged
     saved = {name: (child, k) for name, child, k in tree.children(node, key)}
     lacking = [n for n in live if n not in saved and _is_field(n)]
@@ -115,7 +114,7 @@ def _compare(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
 
 
 def _compare_lists(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
-    if type(live) is not list or tag_of(node) != "list":
+    if type(live) is not list or tree.tag_of(node) != "list":
         return _unchanged
     keys = [f"{key}/{i}" for i in range(max(len(live), len(node["list"])))]
     adapts = [_compare(binding, *pair) for pair in zip(live, node["list"], keys)]
@@ -139,10 +138,6 @@ def _is_field(name: Any) -> bool:
 def _is_item(name: Any) -> bool:
     """Return True for a key of which an object may have many: no string, or a digit at its end."""
     return type(name) is not str or name[-1:].isdecimal()
-
-
-def is_dict(node: Any) -> bool:
-    return tag_of(node) in ("dict", "ordered", "items")
 
 
 def _unchanged(state: Any) -> Any:

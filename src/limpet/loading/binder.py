@@ -22,7 +22,7 @@ from limpet.lazy_torch import torch_or_none
 from limpet.loading.bind_optimizer import bind_optimizer, bind_own_optimizer
 from limpet.loading.bind_stateful import bind_stateful
 from limpet.loading.binding import STATE_INVALID, Binding
-from limpet.loading.targets import Finalize, tag_of
+from limpet.loading.targets import Finalize
 from limpet.state import modules, optimizers
 from limpet.state.arrays import library_of, part_library
 from limpet.state.modules import UNCHANGED, calling
@@ -78,7 +78,8 @@ def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         from limpet.loading.bind_module import bind_module  # which imports torch
 
         return bind_module(binding, value, node, key)
-    if tag_of(node) == "dict" and optimizers.INNER in node["dict"] and optimizers.has_groups(value):
+    has_inner = tree.tag_of(node) == "dict" and optimizers.INNER in node["dict"]
+    if has_inner and optimizers.has_groups(value):
         return _bind_with_inner(binding, value, node, key)
     if optimizers.is_standard_optimizer(value):
         return bind_optimizer(binding, value, node, key)
@@ -140,7 +141,7 @@ def _bind_leaf(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
         return lambda: value
     if library_of(type(value)) is not None:
         return _bind_array(binding, value, node, key)
-    if value is not None and tag_of(node) in _NON_VALUE_TAGS:
+    if value is not None and tree.tag_of(node) in _NON_VALUE_TAGS:
         binding.note_other_kind(type(value).__name__, node, key)
         return lambda: value
     return binding.targets.add_fresh(node, key)
@@ -201,7 +202,7 @@ def _bind_plain(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
     """Bind a member of a container of plain values: in place if it is a container, as the saved
     one is. Otherwise, it takes the saved value, of whatever kind."""
     tags = _CONTAINER_TAGS.get(type(value), ())
-    if node is ABSENT or tag_of(node) in tags or not binding.is_any_selected(node, key):
+    if node is ABSENT or tree.tag_of(node) in tags or not binding.is_any_selected(node, key):
         return bind(binding, value, node, key)
     return binding.targets.add_fresh(node, key)
 
@@ -220,7 +221,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 
 def _bind_sequence(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
-    tag = tag_of(node)
+    tag = tree.tag_of(node)
     if tag not in ("list", "tuple") and node is not ABSENT:
         binding.note_other_kind(type(value).__name__, node, key)
         return lambda: value
@@ -248,7 +249,7 @@ def _bind_sequence(binding: Binding, value: Any, node: Any, key: str) -> Finaliz
 
 
 def _bind_array(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
-    tag, library = tag_of(node), part_library(type(value))
+    tag, library = tree.tag_of(node), part_library(type(value))
     kind, dtype = library.describe(value)
     if "subclass" in (tag, kind):
         return binding.bind_subclass(value, node, key)

@@ -13,7 +13,7 @@ from limpet.format.numpy_dtypes import from_descr
 from limpet.layout.select import ABSENT, KeyFilter, NumberedRenames, find_renames, number_renames
 from limpet.loading.differences import SLOT_OF, STRICT, Differences, Leniency
 from limpet.loading.shared_memory import Claim
-from limpet.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
+from limpet.loading.targets import Finalize, LoadTargets
 from limpet.state import composites
 from limpet.state.arrays import Memory, part_library
 from limpet.state.flatten import ParameterNames
@@ -60,7 +60,7 @@ class Binding:
         difference, if the node is not a dict."""
         if node is ABSENT:
             return {}
-        if tag_of(node) not in ("dict", "ordered", "items"):
+        if not tree.is_dict(node):
             self.note_other_kind(type(value).__name__, node, key)
             return None
         return {name: (child, k) for name, child, k in tree.children(node, key)}
@@ -100,7 +100,7 @@ class Binding:
         their kind, shape, or dtype does not fit the array."""
         library = part_library(type(value))
         kind, name = library.describe(value)
-        source, leaf = self.targets.resolve_leaf(node, key) if is_leaf(node) else (key, {})
+        source, leaf = self.targets.resolve_leaf(node, key) if tree.is_leaf(node) else (key, {})
         if kind not in leaf:
             self.note_other_kind(kind, node, key)
             return None
@@ -121,7 +121,7 @@ class Binding:
 
     def tensor_source(self, node: Any, key: str) -> str | None:
         """Return the key of a tensor's bytes, or None for a node of another kind."""
-        source, leaf = self.targets.resolve_leaf(node, key) if is_leaf(node) else (key, {})
+        source, leaf = self.targets.resolve_leaf(node, key) if tree.is_leaf(node) else (key, {})
         return source if "tensor" in leaf else None
 
     def add_array(self, value: Any, source: str, key: str) -> Finalize:
@@ -153,8 +153,9 @@ class Binding:
     def bind_subclass(self, value: Any, node: Any, key: str) -> Finalize:
         """Bind a live tensor and a node, one or both of a subclass: its name, inner tensors, dtype,
         shape, and context must be the saved ones. No class is looked up by its name."""
-        if tag_of(node) != "subclass" or not composites.is_subclass(value):
-            saved = node["subclass"]["class"] if tag_of(node) == "subclass" else tag_of(node)
+        tag = tree.tag_of(node)
+        if tag != "subclass" or not composites.is_subclass(value):
+            saved = node["subclass"]["class"] if tag == "subclass" else tag
             self.differences.kinds[key] = f"{saved}, live {composites.class_name(value)}"
             return lambda: value
         if misfit := composites.misfit(value, node, key):
@@ -163,7 +164,7 @@ class Binding:
         inner = composites.inner_tensors(value, key).values()
         for (part, k), tensor in zip(tree.parts(node, key), inner, strict=True):
             kind, name = part_library(type(tensor)).describe(tensor)
-            if "subclass" in (kind, tag_of(part)):
+            if "subclass" in (kind, tree.tag_of(part)):
                 self.bind_subclass(tensor, part, k)
             elif (source := self.array_source(tensor, part, k)) is not None:
                 stored = self.targets.snapshot.leaves[source][0]

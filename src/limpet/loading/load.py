@@ -54,7 +54,7 @@ def load_snapshot(
         # One pin protects all ranks, because no rank reads before the broadcast.
         pin = snapshot.pin_while_reading() if group.rank == 0 else nullcontext()
         with collective, enough_memory(f"the load of {snapshot.location.name}"), pin:
-            targets = LoadTargets(snapshot, device_chooser(device))
+            targets = LoadTargets(snapshot, device_chooser(device), is_live=into is not None)
             with open_shared_reader(snapshot, collective) as reader:
                 return _load(reader, into, keys, targets, leniency, collective)
     finally:
@@ -132,7 +132,6 @@ def _bind(
     expected = 'a dict like the one that was saved, such as {"model": model}'
     require("into=", isinstance(into, Mapping), expected, into)
     check_replaceable("into=", into)
-    targets.is_live = True
     names = ParameterNames(into)
 
     def bind_once(

@@ -16,7 +16,6 @@ from limpet.format import torch_types, tree
 from limpet.format.names import Version
 from limpet.loading.differences import Leniency
 from limpet.loading.load import load_snapshot
-from limpet.loading.targets import is_leaf, tag_of
 from limpet.ranks.group import Group, GroupSpec, broadcast_from_first, current_group
 from limpet.sinks.terminal import default_terminal
 from limpet.snapshot.leaf import LeafView
@@ -94,7 +93,7 @@ def describe_members(node: Any, key: str) -> str:
 def walk_containers(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the key and the node of every dict, list, tuple, and sparse tensor below a node."""
     for child, k in tree.members(node, key) or ():
-        if tag_of(child) in _CONTAINER_TAGS:
+        if tree.tag_of(child) in _CONTAINER_TAGS:
             yield k, child
             yield from walk_containers(child, k)
 
@@ -212,8 +211,8 @@ class Snapshot:
         if key not in self._containers:
             raise KeyError(missing_key(key, self.keys()))
         node = self._containers[key]
-        is_sequence = tag_of(node) in ("list", "tuple")
-        if is_sequence and not any(is_leaf(n) for _, n in tree.walk(node, key)):
+        is_sequence = tree.tag_of(node) in ("list", "tuple")
+        if is_sequence and not any(tree.is_leaf(n) for _, n in tree.walk(node, key)):
             return tree.decode(node, key, self._view)
         return SubtreeView(self, key, node)
 

@@ -24,8 +24,6 @@ from limpet.types import Box
 Finalize = Callable[[], Any]
 """A function to call after the bytes are read. It returns the value for the loaded state."""
 
-BYTE_TAGS = frozenset({*tree.LEAF_TAGS, "tied"})
-
 
 @dataclass(slots=True)
 class LoadTargets:
@@ -50,7 +48,7 @@ class LoadTargets:
     def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """Return the key under which a leaf's bytes are stored, and the node that describes it."""
         source = node.get("tied", key)
-        return source, self.snapshot.nodes()[source] if tag_of(node) == "tied" else node
+        return source, self.snapshot.nodes()[source] if tree.tag_of(node) == "tied" else node
 
     def add(self, source: str, into: Any, box: Box) -> None:
         """Request that a box of a leaf is read into ``into``."""
@@ -70,7 +68,7 @@ class LoadTargets:
         if self.is_live and not is_plain:
             self._refuse_subclasses(node, key)
         for k, n in () if is_plain or self.is_dry else tree.walk(node, key):
-            if is_leaf(n):
+            if tree.is_leaf(n):
                 source, leaf = self.resolve_leaf(n, k)
                 if source not in self.fresh:
                     leaf_device = device
@@ -105,7 +103,7 @@ class LoadTargets:
     def _refuse_subclasses(self, node: Any, key: str) -> None:
         """Raise ``DTypeMismatch`` if the node has a tensor of another class than ``Tensor``."""
         for k, n in tree.walk(node, key, split_sparse=False):
-            if tag_of(n) == "subclass":
+            if tree.tag_of(n) == "subclass":
                 name = n["subclass"]["class"]
                 raise DTypeMismatch(
                     f"The live state has no tensor of the class {name} at {k!r}; nothing was"
@@ -151,16 +149,6 @@ def _empty_like(like: Any, leaf: Any, dtype: str, shape: tuple[int, ...], device
         return None
     with torch.inference_mode(False):
         return empty_like(like[0], found, device)
-
-
-def tag_of(node: Any) -> Any:
-    """Return the tag of a node, which is its first name; None for a node without a tag."""
-    return next(iter(node), None) if type(node) is dict else None
-
-
-def is_leaf(node: Any) -> bool:
-    """Return True for the node of a leaf or of a tensor that is tied to one."""
-    return tag_of(node) in BYTE_TAGS
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -149,12 +149,12 @@ def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRo
 
 def _matches_element(row: TreeRow, selected: Callable[[str], bool]) -> bool:
     """Return True if a pattern matches an element of a list that is shown as one value."""
-    is_list = type(row.node) is dict and next(iter(row.node)) in ("list", "tuple")
+    is_list = tree.tag_of(row.node) in ("list", "tuple")
     return is_list and any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
 
 
 def _walk(snapshot: SnapshotReader, node: Any, key: str, depth: int) -> Iterator[TreeRow]:
-    tag = next(iter(node), "") if type(node) is dict else ""
+    tag = tree.tag_of(node)
     if tag in ("dict", "ordered", "items"):
         yield TreeRow(key, depth, node["of"] if tag == "items" else tag, node)
         for _, child, k in tree.children(node, key):
