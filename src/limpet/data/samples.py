@@ -19,18 +19,8 @@ import numpy as np
 import torch
 from torch.utils import data
 
-from limpet.generators import (
-    BATCH,
-    COLLATE,
-    MASK,
-    NUMPY,
-    ORDER,
-    PYTHON,
-    SAMPLE,
-    TORCH,
-    digest,
-    seed_generators,
-)
+from limpet import generators
+from limpet.generators import MASK, NUMPY, PYTHON, TORCH, digest, seed_generators
 
 _DEFAULT_COLLATES = (data.default_collate, data.default_convert)  # they draw nothing
 
@@ -105,13 +95,13 @@ class Samples(data.Dataset[Any]):
             difference = self._compare_first(task)
         samples = self._fetch(task)
         if self.collate not in _DEFAULT_COLLATES:
-            seed_generators(self.key, COLLATE, task.epoch, task.at, task.rank)
+            seed_generators(self.key, generators.COLLATE, task.epoch, task.at, task.rank)
         return self.collate(samples if self.is_batched else samples[0]), difference
 
     def _fetch(self, task: Task) -> list[Any]:
         dataset, key, epoch = self.dataset, self.key, task.epoch
         if self.is_batched and callable(fetch_many := getattr(dataset, "__getitems__", None)):
-            seed_generators(key, BATCH, epoch, task.at, task.rank)
+            seed_generators(key, generators.BATCH, epoch, task.at, task.rank)
             return fetch_many(task.indices)  # type: ignore[no-any-return]
         while True:
             kinds, samples = self._seeded, []
@@ -119,7 +109,7 @@ class Samples(data.Dataset[Any]):
                 self._reset_unseeded()
             for index in task.indices:
                 number = index & MASK if type(index) is int else _number_of(index)
-                seed_generators(key, SAMPLE, epoch, number, kinds=kinds)
+                seed_generators(key, generators.SAMPLE, epoch, number, kinds=kinds)
                 samples.append(dataset[index])
             if kinds != PYTHON | NUMPY | TORCH:
                 for kind, now, expected in zip((PYTHON, NUMPY), _draw(), self._expected or ()):
@@ -246,7 +236,8 @@ class Stream(data.IterableDataset[Any]):
         if saved is not None and not self._continues_exactly(epoch):
             saved = None
         dataset = copy_of(self.dataset)  # also if it has a state, which may lack a generator
-        seed_generators(self.key, ORDER, epoch, worker, self.rank)  # __iter__ may shuffle
+        # __iter__ may shuffle
+        seed_generators(self.key, generators.ORDER, epoch, worker, self.rank)
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         # a copy begins as it was made, while Hugging Face's does not load its own state in workers
@@ -262,7 +253,7 @@ class Stream(data.IterableDataset[Any]):
             if not samples or (self.drop_last and len(samples) < (self.batch_size or 1)):
                 return
             if self.collate not in _DEFAULT_COLLATES:
-                seed_generators(self.key, COLLATE, epoch, number, worker, self.rank)
+                seed_generators(self.key, generators.COLLATE, epoch, number, worker, self.rank)
             batch = self.collate(samples if self.batch_size else samples[0])
             after = deepcopy(dataset.state_dict()) if self._has_state else None
             yield batch, WorkerState(worker, number, ended, after)
@@ -271,7 +262,7 @@ class Stream(data.IterableDataset[Any]):
         self, iterator: Iterator[Any], epoch: int, worker: int, number: int
     ) -> tuple[list[Any], bool]:
         """Return the samples of a batch, and whether the dataset has ended."""
-        position = self.key, BATCH, epoch, number, worker, self.rank
+        position = self.key, generators.BATCH, epoch, number, worker, self.rank
         seed_generators(*position)
         samples: list[Any] = []
         for item in range(self.batch_size or 1):
@@ -294,18 +285,18 @@ class Stream(data.IterableDataset[Any]):
             for copied in (first, second):
                 if hasattr(copied, "set_epoch"):
                     copied.set_epoch(epoch)
-            seed_generators(self.key, ORDER, epoch)
+            seed_generators(self.key, generators.ORDER, epoch)
             iterator = iter(first)
             self._compared(iterator, 0)
             second.load_state_dict(deepcopy(first.state_dict()))
             expected = self._compared(iterator, 1)
-            seed_generators(self.key, ORDER, epoch)
+            seed_generators(self.key, generators.ORDER, epoch)
             # a part without more samples shows nothing, and is soon read again
             self._is_exact = bool(expected) and are_equal(expected, self._compared(iter(second), 1))
         return self._is_exact
 
     def _compared(self, iterator: Iterator[Any], number: int) -> list[Any]:
-        seed_generators(self.key, BATCH, number)
+        seed_generators(self.key, generators.BATCH, number)
         return list(islice(iterator, 5))
 
 

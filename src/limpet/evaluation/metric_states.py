@@ -53,7 +53,13 @@ class MetricStates:
     def _add_metric(self, name: str, metric: Any) -> None:
         state = {key: _detach(value) for key, value in metric.metric_state.items()}
         if name not in self._templates:
-            check_mergeable(name, metric)
+            reductions = metric._reductions.items()
+            means = [k for k, r in reductions if getattr(r, "__name__", "") == "dim_zero_mean"]
+            if means:
+                raise LimpetError(
+                    f"The metric {name} cannot be merged exactly, because it averages"
+                    f" {', '.join(means)} over parts of any size: return (sum, count) instead"
+                )
             self._templates[name] = deepcopy(metric)
         self._states.setdefault(name, []).append(state)
         metric.reset()
@@ -89,17 +95,6 @@ def compute(states: Sequence[State], templates: Mapping[str, Any]) -> dict[str, 
         metric._update_count, metric._computed = len(found), None
         metrics[name] = _to_float(metric.compute(), name, f"{type(metric).__name__}.compute()")
     return metrics
-
-
-def check_mergeable(name: str, metric: Any) -> None:
-    """Raise ``LimpetError`` if states of tasks of different sizes cannot be merged exactly."""
-    reductions = metric._reductions
-    averaged = [k for k, r in reductions.items() if getattr(r, "__name__", "") == "dim_zero_mean"]
-    if averaged:
-        raise LimpetError(
-            f"The metric {name} cannot be merged exactly, because it averages"
-            f" {', '.join(averaged)} over parts of any size: return (sum, count) instead"
-        )
 
 
 def merge(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

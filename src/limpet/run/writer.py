@@ -201,18 +201,10 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         return location.limit("save", self._timeout, deadline)
 
     def make_metadata(
-        self,
-        version: Version,
-        reason: str,
-        metrics: Mapping[str, Any],
-        note: Mapping[str, Any],
-        *,
-        training: Mapping[str, Any] | None = None,
-        objectives: Mapping[str, str] | None = None,
-        config: Any = None,
+        self, version: Version, reason: str, metrics: Mapping[str, Any], note: Mapping[str, Any]
     ) -> VersionMetadata:
         """Return what the manifest of a version stores beside the state. Waits for the devices of
-        the metrics. ``training``: what the training needs when it resumes; ``config``: its node."""
+        the metrics."""
         parent = self.newest
         return VersionMetadata(
             step=version.step,
@@ -221,9 +213,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
             reason=reason,
             metrics=to_numbers(metrics),
             note=note,
-            training={**(training or {}), "sessions": self.lock.sessions},
-            objectives=objectives or {},
-            config=config,
+            training={"sessions": self.lock.sessions},
         )
 
     def begin(

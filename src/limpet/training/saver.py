@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec
 
@@ -304,15 +305,10 @@ class Saver:
         training |= {**self.evaluated, **self.goodput.to_metadata()}
         if spec.reason == "memory" and self.begun_step == spec.version.step:
             training["saved_with"] = self.writer.attempt  # both are of this call of step()
-        return self.writer.make_metadata(
-            spec.version,
-            spec.reason,
-            spec.metrics,
-            spec.note,
-            training=training,
-            objectives=self.objectives,
-            config=self.options.config,
-        )
+        made = self.writer.make_metadata(spec.version, spec.reason, spec.metrics, spec.note)
+        training |= made.training
+        config = self.options.config
+        return replace(made, training=training, objectives=self.objectives, config=config)
 
     def save_savepoint(
         self,
