@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -244,9 +245,13 @@ class Evaluation:
         except (WorkerError, TaskError, WorkerLost, NotFound, FormatError, PlanError) as e:
             if self._stopping.is_set():
                 return None
-            cause = str(e)
+            cause, state = str(e), "SKIPPED"
             # a worker that does not find the version may be on a machine without its folder
-            state = "SKIPPED" if isinstance(e, NotFound) else self._record_failure(snapshot, cause)
+            if not isinstance(e, NotFound):
+                put = partial(self._run.put_record, FailedEvaluation, self.name, snapshot)
+                with suppress(NotFound, FormatError):
+                    self._write(partial(put, cause=cause[:MAX_TEXT]))
+                    state = "FAILED"
         self._ended_at = time.monotonic()
         self._follower.finish(version)
         outcome = Outcome(version, state, self._ended_at - began, metrics, cause)
@@ -260,14 +265,6 @@ class Evaluation:
             cause=cause,
         )
         return outcome
-
-    def _record_failure(self, snapshot: Snapshot, cause: str) -> Literal["FAILED", "SKIPPED"]:
-        put = partial(self._run.put_record, FailedEvaluation, self.name, snapshot)
-        try:
-            self._write(partial(put, cause=cause[:MAX_TEXT]))
-        except (NotFound, FormatError):
-            return "SKIPPED"
-        return "FAILED"
 
     def _record(self, snapshot: Snapshot, metrics: Mapping[str, float]) -> None:
         objective = self._objective

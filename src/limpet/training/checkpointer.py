@@ -273,7 +273,6 @@ class Checkpointer:
         all differences if the version does not match the state, and ``LimpetError`` for invalid
         arguments. Restarts under ``limpet run`` without progress end with ``NoProgress``.
         """
-        self._lifecycle.check_open()
         step, branch = parse_at(at)
         keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
         leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
@@ -415,7 +414,6 @@ class Checkpointer:
 
         Raises ``PlanError`` for invalid metrics, and the error of a failed save of this step.
         """
-        self._lifecycle.check_open()
         added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
@@ -443,7 +441,6 @@ class Checkpointer:
         here; several ranks raise it when the next save is due. The step is counted even then. After
         a notice that the process will be stopped, it saves, and raises ``Preempted`` (an exit).
         """
-        self._lifecycle.check_open()
         with self._goodput.paused():
             self._call_state_function()
             self._metrics, error = {}, None
@@ -468,7 +465,6 @@ class Checkpointer:
         with the old epoch, a record about its version says that the epoch has ended. Raises what
         ``step`` raises.
         """
-        self._lifecycle.check_open()
         added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
@@ -495,7 +491,6 @@ class Checkpointer:
         ``Run.add_metrics``. Call this method after ``step``, not between the batches of a step,
         where the state belongs to no step. Raises any failure, regardless of ``on_error``.
         """
-        self._lifecycle.check_open()
         added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
@@ -546,13 +541,11 @@ class Checkpointer:
     @exclusive
     def _begin_call(self) -> None:
         """Start the training: ``PreemptionGuard.run`` raises an error of this call on all ranks."""
-        self._lifecycle.check_open()
         self._ensure_started()
 
     @exclusive
     def _end_call(self) -> None:
         """Do what ``step`` does, without a step, after a call that has made its own steps."""
-        self._lifecycle.check_open()
         with self._goodput.paused():
             self._act()
 

@@ -16,10 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def exclusive(method: F) -> F:
-    """Raise ``LimpetError``, before any change, if a call of such a method is running. One
-    operation, ``setdefault``, takes the lock, and no handler of a signal interrupts its release."""
+    """Raise ``LimpetError``, before any change, if a call of such a method is running, or if the
+    Checkpointer is not open, unless the method is for its end. One operation, ``setdefault``,
+    takes the lock, and no handler of a signal interrupts its release."""
 
     name = method.__name__.lstrip("_")
+    needs_open = name not in ("wait", "close", "end_after")
 
     @wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -33,6 +35,8 @@ def exclusive(method: F) -> F:
                 running[_CALL] = own
             elif found is not own:
                 raise self._lifecycle.refusal(name)
+            if needs_open:
+                self._lifecycle.check_open()
             return method(self, *args, **kwargs)
         except (LimpetError, TypeError) as error:
             prepare(error, method, kwargs)

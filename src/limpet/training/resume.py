@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -91,8 +91,8 @@ class Resume:
     _leftovers: list[TierSnapshot] = field(default_factory=list)
     """The versions on local disks that are still to be promoted."""
 
-    _problems: list[Skipped] = field(default_factory=list)
-    """The newer states that are skipped, on rank 0."""
+    _problems: list[tuple[str, errors.LimpetError]] = field(default_factory=list)
+    """The newer states that are skipped, on rank 0, such as ``version_70 in memory``, and why."""
 
     def load(self) -> ResumePoint | None:
         """Load the newest state, as ``load_newest``, or, in an empty run, ``start``, if any, or a
@@ -226,7 +226,7 @@ class Resume:
             self._tell(ResumeInstruction(True))
             return None
         version, goes_below = snapshot.version, goes_below or bool(self._problems)
-        self._problems += [Skipped(str(damaged), error) for damaged, error in skipped]
+        self._problems += [(str(damaged), error) for damaged, error in skipped]
         listing = run.catalog.listing()
         is_newest = version == lineage.newest_version(run.catalog, listing)
         if is_newest and not (goes_below or ladder.leaves_newer):
@@ -310,7 +310,7 @@ class Resume:
                 if is_newest:  # the run has it, too
                     events.emit("skipped", version=in_tier.folder, error=e)
                     continue
-                self._problems.append(Skipped(f"{in_tier.folder} {WHERE[in_tier.tier]}", e))
+                self._problems.append((f"{in_tier.folder} {WHERE[in_tier.tier]}", e))
                 damaged[in_tier.version] = e
                 continue
             damaged.pop(in_tier.version, None)  # another tier has had the state of this step
@@ -416,14 +416,7 @@ def parse_at(at: int | str | None) -> tuple[int | None, int | None]:
     return int(match[1]), int(match[2] or 0)
 
 
-class Skipped(NamedTuple):
-    """A newer state that is not loaded, and why. ``name``: ``version_70 in memory``."""
-
-    name: str
-    error: errors.LimpetError
-
-
-def describe_skipped(skipped: Sequence[Skipped]) -> list[str]:
+def describe_skipped(skipped: Sequence[tuple[str, errors.LimpetError]]) -> list[str]:
     """Return a message for each reason, without its advice."""
     by_reason: dict[str, list[str]] = {}
     for name, e in skipped:

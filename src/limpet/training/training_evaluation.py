@@ -256,7 +256,11 @@ class TrainingEvaluation:
             share.evaluate_next(step)
             must_leave = is_paused and self._ckpt._preemption.is_pending
             if share.error is not None or must_leave:
-                self._propose(abandon)
+                # all ranks stop after the same batch: the model may communicate in each
+                if self._group.size == 1:
+                    self._agreed |= {abandon}
+                else:
+                    self._agreement.propose(abandon)
             if not is_paused:
                 break
             self._agreed |= self._agreement.step()
@@ -264,13 +268,6 @@ class TrainingEvaluation:
             self._share = None
             with self._held:
                 self._end(share)
-
-    def _propose(self, abandon: str) -> None:
-        """Let all ranks stop after the same batch: the model may communicate in each."""
-        if self._group.size == 1:
-            self._agreed |= {abandon}
-        else:
-            self._agreement.propose(abandon)
 
     def _end(self, share: Share | QueueShare) -> None:
         last_step = share.first_step if self._is_exact else share.last_step
