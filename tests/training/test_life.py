@@ -646,9 +646,18 @@ def test_the_saved_event():
     assert 0 < statistics["goodput"] <= 1
 
 
-def test_the_slowdown_of_steps_is_the_ratio_of_medians():
-    now, save = [0.0], SimpleNamespace(done=True)
-    goodput = Goodput(lambda: now[0], lambda: now[0])
+@pytest.fixture
+def now(monkeypatch):
+    """The time on both clocks of ``Goodput``."""
+    now = [0.0]
+    clocks = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+    monkeypatch.setattr("limpet.training.goodput.time", clocks)
+    return now
+
+
+def test_the_slowdown_of_steps_is_the_ratio_of_medians(now):
+    save = SimpleNamespace(done=True)
+    goodput = Goodput()
     goodput.pending = save
 
     def step(seconds, during_save):
@@ -672,9 +681,9 @@ def test_the_slowdown_of_steps_is_the_ratio_of_medians():
     assert goodput.statistics()["step_slowdown"] == 3.0
 
 
-def test_goodput_counts_the_saved_steps_of_all_processes():
-    now = [1000.0]
-    first = Goodput(lambda: now[0], lambda: now[0])
+def test_goodput_counts_the_saved_steps_of_all_processes(now):
+    now[0] = 1000.0
+    first = Goodput()
     now[0] += 10  # ten seconds of steps
     with first.paused():
         first.mark_committed(first.to_metadata()["trained_seconds"])
@@ -685,7 +694,7 @@ def test_goodput_counts_the_saved_steps_of_all_processes():
     assert first.statistics()["goodput"] == pytest.approx(10 / 20)
     metadata = {"began": 1000.0, "trained_seconds": 10.0}
     now[0] += 60  # until a machine is available
-    second = Goodput(lambda: now[0], lambda: now[0])
+    second = Goodput()
     now[0] += 5  # startup
     second.resume_from(metadata)
     assert second.statistics()["goodput"] == pytest.approx(10 / 85)

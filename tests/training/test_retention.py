@@ -1,6 +1,8 @@
 """Retention of a training with many versions follows some of the saves, and the end."""
 
+import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,16 +169,16 @@ def test_listed_steps_are_saved_and_kept_also_if_they_are_passed_over():
     assert [v.step for v in Run(store).line()] == [10, 16, 24]  # 24 is the newest
 
 
-def test_versions_are_kept_by_the_seconds_of_training_across_restarts():
+def test_versions_are_kept_by_the_seconds_of_training_across_restarts(monkeypatch):
     """A step takes a second. The time between the two processes does not count, nor does the
     clock that ``created`` shows."""
     store, now = MemoryStore(), [0.0]
+    clocks = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr("limpet.training.goodput.time", clocks)
 
     def train_to(last_step):
         keep = KeepEvery(seconds=5)
         with Checkpointer(store, initial_state(), save=EverySteps(2), keep=keep) as ckpt:
-            ckpt._goodput._clock = lambda: now[0]
-            ckpt._goodput.step_began_at = now[0]
             ckpt.resume()
             while ckpt.current_step < last_step:
                 now[0] += 1

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from limpet.saving.pending import Pending
-
-Clock = Callable[[], float]
 
 
 class Durations:
@@ -36,16 +34,14 @@ class Durations:
 
 class Goodput:
     """Counts saves and their seconds. Goodput: the share of wall time since the run began, in all
-    its processes, spent on steps in a version. ``wall``: the time of day, which goes on."""
+    its processes, spent on steps in a version."""
 
-    def __init__(self, clock: Clock = time.monotonic, wall: Clock = time.time) -> None:
-        self._clock = clock
-        self._wall = wall
-        self._started = wall()
+    def __init__(self) -> None:
+        self._started = time.time()  # it goes on between the processes
         self._trained_seconds = 0.0
         self._committed_seconds = 0.0
-        self.step_began_at = clock()
-        """The time on the clock of this object at which the step in progress began."""
+        self.step_began_at = time.monotonic()
+        """The time at which the step in progress began."""
 
         self.step_durations = Durations()
         self._steps_during_saves, self._other_steps = Durations(), Durations()
@@ -81,12 +77,12 @@ class Goodput:
         if self.run_calls:
             self.call_durations.start_from(training_metadata.get("step_seconds"))
         self.save_durations.start_from(training_metadata.get("save_seconds"))
-        self.step_began_at = self._clock()
+        self.step_began_at = time.monotonic()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count the time in the block as blocked, and that since the last such block as a step."""
-        began = self._clock()
+        began = time.monotonic()
         seconds = began - self.step_began_at
         self._trained_seconds += seconds
         self.step_durations.add(seconds)
@@ -95,7 +91,7 @@ class Goodput:
             yield
         finally:
             self._is_during_save = self.pending is not None and not self.pending.done
-            self.step_began_at = self._clock()
+            self.step_began_at = time.monotonic()
             self.seconds["blocked"] += self.step_began_at - began
 
     def to_metadata(self) -> dict[str, float]:
@@ -123,7 +119,7 @@ class Goodput:
 
     def statistics(self) -> dict[str, float]:
         """See ``Checkpointer.statistics``."""
-        wall = self._wall() - self._started
+        wall = time.time() - self._started
         goodput = min(max(self._committed_seconds / wall, 0.0), 1.0) if wall > 0 else 0.0
         found: dict[str, float] = {**self.counts, "goodput": goodput}
         found |= {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
