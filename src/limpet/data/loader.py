@@ -213,9 +213,7 @@ class DataLoader(data.DataLoader[Any]):
         """Return the number of batches of this rank in a whole epoch."""
         if self._is_stream:
             size, length = self._local_size() or 1, len(self.dataset)  # type: ignore[arg-type]
-        elif self._order == "batch_sampler":
-            return len(self._source)
-        else:
+        else:  # with a batch sampler, the positions are batches
             size, length = self.samples_per_step or 1, len(self._source)
         return self._count_batches(length, size)
 

@@ -71,8 +71,7 @@ class Progress:
         if not (
             isinstance(state, dict)
             and set(state) - {"epoch_began"} == {"epoch", "step", "samples"}  # none in epoch 0
-            and _is_count(state["epoch"])
-            and _is_count(state["step"])
+            and all(type(n) is int and 0 <= n < _MAX_COUNT for n in (state["epoch"], state["step"]))
         ):
             raise PlanError(
                 "The loaded value is not the state of a Progress",
@@ -170,7 +169,3 @@ class Progress:
 
 def _check_count(name: str, value: object) -> int:
     return check_whole(name, value, "a whole number, 0 or more", most=_MAX_COUNT - 1)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MAX_COUNT

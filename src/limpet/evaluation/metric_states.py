@@ -40,15 +40,12 @@ class MetricStates:
                 raise _invalid(where, f"the name {to_repr(name)[:80]}")
             if hasattr(value, "metric_state"):
                 self._add_metric(name, value)
-            else:
-                self._add_pair(name, value, where)
-
-    def _add_pair(self, name: str, value: object, where: str) -> None:
-        if not isinstance(value, tuple | list) or len(value) != 2:
-            raise _invalid(where, f"{to_repr(value)[:80]} for {name}")
-        sums, counts = self._pairs.setdefault(name, ([], []))
-        sums.append(_to_float(value[0], name, where))
-        counts.append(_to_float(value[1], name, where))
+                continue
+            if not isinstance(value, tuple | list) or len(value) != 2:
+                raise _invalid(where, f"{to_repr(value)[:80]} for {name}")
+            sums, counts = self._pairs.setdefault(name, ([], []))
+            sums.append(_to_float(value[0], name, where))
+            counts.append(_to_float(value[1], name, where))
 
     def _add_metric(self, name: str, metric: Any) -> None:
         state = {key: _detach(value) for key, value in metric.metric_state.items()}

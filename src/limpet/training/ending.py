@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from threading import current_thread
@@ -83,8 +83,7 @@ class Ending:
         saver, step = self.saver, self.step_counter.progress.step
         with suppress(errors.StoreError, errors.CommitError):  # an event has reported it
             saver.wait_before_last(saver.begun_step == step, deadline)
-        is_saved = saver.saved_step == step
-        if not is_saved and not isinstance(self._policy, Never):
+        if saver.saved_step != step and not isinstance(self._policy, Never):
             self._start_save("preemption", deadline)
             self.saver.wait_on_all_ranks("the last save", deadline)
 
@@ -212,7 +211,16 @@ class Ending:
             is_saved = "committed" in getattr(e, "fields", ())
             problems.append(("" if is_saved else "the last save failed: ") + format_with_notes(e))
         finally:
-            attach_secondary_errors(error, problems)
+            # notes and warnings, because Python may show no note; if warnings are errors, there are
+            # only notes, and lines on stderr for ``SystemExit`` and the like
+            for message in problems:
+                error.add_note(f"In addition, {message}")
+                warning = f"The training ended with {type(error).__name__}. In addition, {message}"
+                try:
+                    warn_user(warning, errors.SaveFailed)
+                except errors.SaveFailed:
+                    if not isinstance(error, Exception):
+                        write_error(warning)
         if could_save and isinstance(error, SystemExit) and not error.code and not problems:
             self.warn_unsaved(error)  # Python shows no traceback
 
@@ -418,19 +426,6 @@ def report_missing_metrics(saver: Saver) -> None:
 
 
 # -- warnings at the end --------------------------------------------------------------------------
-
-
-def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> None:
-    """Add failures to ``error`` as notes and warnings: Python may show no note. If warnings are
-    errors, there are only notes, and lines on stderr for ``SystemExit`` and the like."""
-    for message in messages:
-        error.add_note(f"In addition, {message}")
-        warning = f"The training ended with {type(error).__name__}. In addition, {message}"
-        try:
-            warn_user(warning, errors.SaveFailed)
-        except errors.SaveFailed:
-            if not isinstance(error, Exception):
-                write_error(warning)
 
 
 def describe_unsaved_steps(run_url: str, step: int, newest_step: int | None, reason: str) -> str:

@@ -7,10 +7,9 @@ collective. Workers that have a queue take tasks of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, Self
 
 import msgspec
@@ -210,9 +209,8 @@ class TrainingEvaluation:
             if job.kind == "evaluation" and job.name.startswith(f"{self.name} at step "):
                 job.cancel()
         spec, how = self._spec, (self._every, self.on, self._counts)
-        self._began = self._read_last(
-            f"{spec.records} records in batches of {spec.batch_size}, {how}"
-        )
+        arguments = f"{spec.records} records in batches of {spec.batch_size}, {how}"
+        self._began = self._read_last(arguments)
         self._cadence.restart(self._began)
         self._agreed, self._seen_step = frozenset(), self._began[0]
         return self._cadence
@@ -546,8 +544,25 @@ class Share:
 
     def merge(self, group: Group, operation: str) -> Merged:
         """Return the result of all ranks, which all call this."""
-        combine = partial(merge_shares, templates=self._templates)
-        return all_reduce(group, operation, self._result, ShareResult, combine, Merged)
+        return all_reduce(group, operation, self._result, ShareResult, self._combine, Merged)
+
+    def _combine(self, results: list[ShareResult]) -> Merged:
+        """Merge the results of all ranks, on the first one."""
+        for rank, result in enumerate(results):
+            if result.error:
+                on_rank = f"on rank {rank}, " if len(results) > 1 else ""
+                return Merged(None, f"{on_rank}{result.error}")
+        if not all(result.is_complete for result in results):
+            return Merged(None, "")
+        states = [result.state for result in results]
+        unknown = {name for state in states for name in state["states"]} - self._templates.keys()
+        if unknown:
+            what = f"no batch of rank 0 has the metric {', '.join(sorted(unknown))}"
+            return Merged(None, f"{what}; evaluate() must return the same metrics for every batch")
+        try:
+            return Merged(compute(states, self._templates), "")
+        except LimpetError as e:
+            return Merged(None, describe(e))
 
 
 class QueueShare:
@@ -599,25 +614,6 @@ class Merged(msgspec.Struct, frozen=True):
 
     metrics: dict[str, float] | None
     error: str
-
-
-def merge_shares(results: Sequence[ShareResult], templates: dict[str, Any]) -> Merged:
-    """Merge the results of all ranks, as the first one does. ``templates``: its own."""
-    for rank, result in enumerate(results):
-        if result.error:
-            on_rank = f"on rank {rank}, " if len(results) > 1 else ""
-            return Merged(None, f"{on_rank}{result.error}")
-    if not all(result.is_complete for result in results):
-        return Merged(None, "")
-    states = [result.state for result in results]
-    unknown = {name for state in states for name in state["states"]} - templates.keys()
-    if unknown:
-        what = f"no batch of rank 0 has the metric {', '.join(sorted(unknown))}"
-        return Merged(None, f"{what}; evaluate() must return the same metrics for every batch")
-    try:
-        return Merged(compute(states, templates), "")
-    except LimpetError as e:
-        return Merged(None, describe(e))
 
 
 @contextmanager
