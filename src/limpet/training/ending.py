@@ -203,10 +203,9 @@ class Ending:
         try:
             self._end_after(error, problems)
         except Exception as e:
-            tolerated = self.saver.options.on_error == "warn" and isinstance(
-                e, errors.StoreError | errors.CommitError
-            )
-            if isinstance(error, SystemExit) and not error.code and not tolerated:
+            is_tolerable = isinstance(e, errors.StoreError | errors.CommitError)
+            is_tolerable = is_tolerable and self.saver.options.on_error == "warn"
+            if isinstance(error, SystemExit) and not error.code and not is_tolerable:
                 raise  # exit code 0 would report success to the parent process
             is_saved = "committed" in getattr(e, "fields", ())
             problems.append(("" if is_saved else "the last save failed: ") + format_with_notes(e))
