@@ -260,6 +260,20 @@ def test_a_mini_batch_of_a_lost_worker_goes_to_one_that_waits(tmp_path):
     assert seen(servers) == [2] * RECORDS
 
 
+def test_records_that_come_back_later_are_handed_out(tmp_path):
+    """In synchronous mode, when all other records are consumed, and nobody makes a step."""
+    training = Training(tmp_path, options={"grads_to_wait": 2})
+    held = training.queue.get("training", "somebody else")
+    run = threading.Thread(target=training.run, daemon=True)
+    run.start()
+    wait_until(lambda: training.job.completed == training.job.tasks - 1)
+    time.sleep(0.5)  # they wait
+    held.release()
+    run.join(10)
+    assert not run.is_alive()
+    assert seen(training.servers) == [1] * RECORDS
+
+
 def test_early_stopping_ends_all_workers(tmp_path):
     training = Training(tmp_path, epochs=50, stop=limpet.StopWhen("loss", patience=2, mode="min"))
 

@@ -199,6 +199,7 @@ class Driver:
             self._running.add(name)
             self._coordinator.join(name)
             self._engine.start_worker(name, self._coordinator.generation)
+        self._unpark()  # there may be records again, or a lost worker had some
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, Ended):
@@ -285,7 +286,6 @@ class Driver:
         committed, entry = coordinator.lose(name)
         call_all(self._engine, "lose", coordinator.generation, name, committed, entry)
         coordinator.forget(name)
-        self._unpark()  # its mini-batch is open
         self._engine.stop_worker(name)
 
     def _count_loss(self, what: str) -> LimpetError:
