@@ -274,6 +274,23 @@ def test_records_that_come_back_later_are_handed_out(tmp_path):
     assert seen(training.servers) == [1] * RECORDS
 
 
+@pytest.mark.parametrize("options", [{}, {"grads_to_wait": 2}], ids=str)
+def test_a_resume_while_workers_run_replaces_them(tmp_path, options):
+    """What they do belongs to a later step, and is not a part of the training any more."""
+    training = Training(tmp_path, epochs=2, options=options)
+    step, resumed = training.ckpt.step, []
+
+    def step_and_resume(metrics):
+        step(metrics)
+        if training.ckpt.current_step == 9 and not resumed:
+            resumed.append(training.ckpt.resume())
+
+    training.ckpt.step = step_and_resume
+    training.run(workers=2)
+    assert [version.step for version in resumed] == [7]
+    assert seen(training.servers) == [2] * RECORDS
+
+
 def test_early_stopping_ends_all_workers(tmp_path):
     training = Training(tmp_path, epochs=50, stop=limpet.StopWhen("loss", patience=2, mode="min"))
 

@@ -36,13 +36,13 @@ class Coordinator:
         self.ledger: Ledger = {}
         """By worker, the newest commit that may not be applied on every server."""
 
-        self._answered: dict[str, int] = {}
+        self.answered: dict[str, int] = {}
         """By worker that is not lost: the step at the last answer, or the last number in rounds."""
 
     def restart(self, step: int) -> None:
         """Begin a generation after ``step`` steps: no worker has committed anything in it."""
         self.generation, self.step = self.generation + 1, step
-        self.ledger, self._answered = {}, {}
+        self.ledger, self.answered = {}, {}
 
     def mark(self) -> Mark:
         """Begin the next epoch. All commits before this call belong to the cut, and none after."""
@@ -58,7 +58,7 @@ class Coordinator:
 
     def join(self, worker: str) -> None:
         """Add a worker, whose name no other one has had in this generation."""
-        self._answered[worker] = self.step
+        self.answered[worker] = self.step
 
     def next_batch(self, request: NextBatch) -> Answer:
         """Return an open mini-batch of a round to a worker."""
@@ -69,15 +69,15 @@ class Coordinator:
         worker, entry = request.worker, self.ledger.get(request.worker)
         if entry is not None and request.number <= entry.number:
             return entry  # the message has come twice
-        behind = self.step - self._answered[worker]
-        self._answered[worker] = self.step
+        behind = self.step - self.answered[worker]
+        self.answered[worker] = self.step
         if self._staleness is not None and behind > self._staleness:
             return "stale"
         try:
             self.queue.report_consumed(request.reports)
         except LeaseLost:
             return "taken"
-        self._answered[worker] = self.step = self.step + 1
+        self.answered[worker] = self.step = self.step + 1
         rates = self.rates()
         if self._scaled and behind > 1:
             tables = {name: rate / behind for name, rate in rates.tables.items()}
@@ -88,7 +88,7 @@ class Coordinator:
     def lose(self, worker: str) -> tuple[int, Entry | None]:
         """Declare a worker lost. Return what ``TableServer.lose`` needs; call ``forget`` once all
         servers know it."""
-        self._answered.pop(worker, None)
+        self.answered.pop(worker, None)
         entry = self.ledger.get(worker)
         return (0 if entry is None else entry.number), entry
 
@@ -123,7 +123,7 @@ class Synchronous(Coordinator):
         self._begin_pass()
 
     def join(self, worker: str) -> None:
-        self._answered[worker] = 0
+        self.answered[worker] = 0
 
     def next_batch(self, request: NextBatch) -> Answer:
         if not self._round:
@@ -171,7 +171,7 @@ class Synchronous(Coordinator):
                 return "stale"
             del self.at_work[number]
             self._committed[number] = key
-            self._answered[request.worker] = request.number
+            self.answered[request.worker] = request.number
         return Entry(request.number, self.epoch, self.step + 1, self.rates())
 
     @property
@@ -190,4 +190,4 @@ class Synchronous(Coordinator):
 
     def lose(self, worker: str) -> tuple[int, Entry | None]:
         self.at_work = {number: name for number, name in self.at_work.items() if name != worker}
-        return self._answered.pop(worker, 0), None
+        return self.answered.pop(worker, 0), None

@@ -208,7 +208,7 @@ class Driver:
         (request, future), evaluation = item, self._evaluation
         self._asked[request.worker] = time.monotonic()
         try:
-            if self._is_over or request.worker not in self._running:
+            if self._is_over or request.worker not in self._coordinator.answered:
                 future.set_result("stopped")
             elif isinstance(request, Commit) and evaluation and not request.evaluates:
                 raise LimpetError("With evaluation=, worker.next() needs evaluate=")
