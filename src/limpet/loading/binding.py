@@ -205,7 +205,7 @@ class Binding:
         """Record that the slots of a parameter do not fit, because its shapes differ."""
         for _, _, key in slots:
             if self.selected(key):
-                self.differences.slots[key] = f"{SLOT_OF} {shapes}"
+                self.differences.shapes[key] = f"{SLOT_OF} {shapes}"
 
     def live_name(self, name: Any) -> Any:
         """Apply ``rename`` to a parameter's name."""

@@ -74,7 +74,6 @@ class Differences:
     unexpected: list[str] = field(default_factory=list)  # the live state lacks them
     growing: list[str] = field(default_factory=list)  # unexpected, in dicts of plain values
     shapes: dict[str, str] = field(default_factory=dict)
-    slots: dict[str, str] = field(default_factory=dict)  # of parameters that are kept
     dtypes: dict[str, str] = field(default_factory=dict)  # they can be converted
     kinds: dict[str, str] = field(default_factory=dict)
     resized: dict[str, str] = field(default_factory=dict)  # shapes, also if not loaded; no slots
@@ -114,9 +113,9 @@ class Differences:
             keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
             setattr(combined, name, list(keys))
         for one, ranks in groups:
-            for name in ("shapes", "slots", "dtypes", "kinds", "resized", "casts"):
+            for name in ("shapes", "dtypes", "kinds", "resized", "casts"):
                 setattr(combined, name, getattr(one, name) | getattr(combined, name))
-            if one.missing or one.shapes or one.slots or one.dtypes or one.kinds:
+            if one.missing or one.shapes or one.dtypes or one.kinds:
                 combined.ranks += ranks
         combined.ranks = sorted(combined.ranks) if len(combined.ranks) < len(encoded) else []
         return combined._encode()
@@ -148,18 +147,19 @@ class Differences:
         missing, unexpected, mismatched = map(leniency.tolerates, _TOLERABLE)
         lacking = [key for key in self.missing if not missing(key)]
         surplus = [key for key in self.unexpected if not unexpected(key)]
-        shapes = {k: text for k, text in self.shapes.items() if not mismatched(k)}
         # the slots of a parameter are kept with it
-        kept = {to_dotted(key) for key in self.shapes if key not in shapes}
-        slots = {
+        kept = {to_dotted(key) for key in self.shapes if mismatched(key)}
+        shapes = {
             key: text
-            for key, text in self.slots.items()
-            if not mismatched(key) and kept.isdisjoint(map(to_dotted, key.split("/")))
+            for key, text in self.shapes.items()
+            if not mismatched(key)
+            and (not text.startswith(SLOT_OF) or kept.isdisjoint(map(to_dotted, key.split("/"))))
         }
-        shapes = shapes or slots  # a parameter stands for its slots
         others = self.dtypes | self.kinds
         if not (lacking or surplus or shapes or others):
             return
+        # a parameter stands for its slots
+        shapes = {k: t for k, t in shapes.items() if not t.startswith(SLOT_OF)} or shapes
         misfits = [*shapes, *others]
         saved = [key for key, _ in tree.walk(node)]
         live = [*(set(saved) - set(self.unexpected)), *self.missing]
@@ -202,7 +202,9 @@ class Differences:
     ) -> LoadReport:
         """Return the report of a load that tolerated these. ``saved``: the selected keys of the
         snapshot, after ``renames``."""
-        shapes = self.slots | {key: f"saved {text}" for key, text in self.shapes.items()}
+        shapes: dict[str, str] = {}
+        for key, text in self.shapes.items():
+            shapes[key] = text if text.startswith(SLOT_OF) else f"saved {text}"
         left_out = {*self.unexpected, *shapes}
         if left_out:  # a sparse tensor is kept as a whole, but saved in parts
             saved = [key for key in saved if left_out.isdisjoint(key_prefixes(key))]
