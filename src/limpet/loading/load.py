@@ -134,9 +134,7 @@ def _bind(
     check_replaceable("into=", into)
     names = ParameterNames(into)
 
-    def bind_once(
-        resized: Mapping[str, str], taken: frozenset[str]
-    ) -> tuple[Finalize, Differences]:
+    def bind_once(resized: dict[str, str], taken: frozenset[str]) -> tuple[Finalize, Differences]:
         shared = taken if collective.size > 1 else None
         binding = Binding(targets, selected, names, collective.rank, leniency, resized, shared)
         finalize = bind_state(binding, into, tree)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from math import ceil
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,10 @@ class Fingerprint:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.partial = [t for t in tensors if not (t.is_cpu and _is_fully_sampled(t))]
-        self._cpu_windows = group_ranges(w for t in tensors if t.is_cpu for w in _sample_windows(t))
+        windows = [_sample_windows(t) if t.is_cpu else [] for t in tensors]
+        sampled = [sum(size for _, size in own) for own in windows]
+        self.partial = [t for t, nbytes in zip(tensors, sampled, strict=True) if nbytes < t.nbytes]
+        self._cpu_windows = group_ranges(chain.from_iterable(windows))
         device_tensors = [t for t in tensors if not (t.is_cpu or t.is_conj() or t.is_neg())]
         stride = max(1, ceil(len(device_tensors) / _MAX_DEVICE_TENSORS))
         self._device_tensors = device_tensors[::stride]
@@ -55,12 +58,6 @@ def _contiguous_elements(t: torch.Tensor) -> int:
     """Return the number of contiguous elements from the first on: all, or one if there are gaps."""
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return t.numel() if t.numel() == span else min(1, t.numel())
-
-
-def _is_fully_sampled(t: torch.Tensor) -> bool:
-    """Return True if the windows of a CPU tensor cover all of its bytes."""
-    nbytes = t.numel() * t.element_size()
-    return nbytes <= 3 * _SAMPLE_BYTES and _contiguous_elements(t) == t.numel()
 
 
 def _sample_windows(t: torch.Tensor) -> list[tuple[int, int]]:

@@ -25,7 +25,13 @@ def find_ddp_replication(state: Any) -> dict[int, Replication]:
     flat_parameter_ids: set[int] = set()
     for sub in (sub for module in modules_in(state) for sub in module.modules()):
         if isinstance(sub, torch.nn.parallel.DistributedDataParallel):
-            ddp_parameter_ids.update(_record_ddp_members(sub, replication))
+            ignored, members = sub.parameters_to_ignore, sub.module
+            params = [p for name, p in members.named_parameters() if name not in ignored]
+            ddp_parameter_ids.update(map(id, params))
+            replication.update({p.data_ptr(): Replication.REPLICATED for p in params})
+            if sub.broadcast_buffers:
+                buffers = [b for name, b in members.named_buffers() if name not in ignored]
+                replication.update({b.data_ptr(): Replication.FROM_FIRST for b in buffers})
         elif type(sub).__name__ == "FullyShardedDataParallel":
             flat_parameter_ids.update(map(id, sub.parameters()))
     for optimizer in optimizers_in(state) if ddp_parameter_ids or flat_parameter_ids else ():
@@ -39,17 +45,6 @@ def find_ddp_replication(state: Any) -> dict[int, Replication]:
         replication.update({t.data_ptr(): Replication.REPLICATED for t in tensors})
     replication.pop(0, None)
     return replication
-
-
-def _record_ddp_members(module: Any, replication: dict[int, Replication]) -> set[int]:
-    """Record the replication of a DDP module's members; return the ids of its parameters."""
-    ignored = module.parameters_to_ignore
-    params = [p for name, p in module.module.named_parameters() if name not in ignored]
-    replication.update({p.data_ptr(): Replication.REPLICATED for p in params})
-    if module.broadcast_buffers:
-        buffers = [b for name, b in module.module.named_buffers() if name not in ignored]
-        replication.update({b.data_ptr(): Replication.FROM_FIRST for b in buffers})
-    return {id(p) for p in params}
 
 
 def as_ddp(module: Any, broadcast_buffers: bool) -> Any:

@@ -224,6 +224,9 @@ class Savepoint:
         return _Captured(merge_live_state)
 
 
+_version_of = attrgetter("_version")  # PyTorch's counter of changes
+
+
 class _Structure:
     """The optimizers, modules, parameters, and slots of a state, and which of them are stable."""
 
@@ -266,16 +269,12 @@ class _Structure:
 
     def record_elements(self) -> None:
         """Record the elements of the stable tensors for ``has_changed_elements``."""
-        self._version_counters = self._read_version_counters()
+        self._version_counters = [*map(_version_of, self._fingerprint.partial)]
         self._fingerprint.record()
 
     def has_changed_elements(self) -> bool:
-        changed = self._read_version_counters() != self._version_counters
-        return changed or self._fingerprint.has_changed()
-
-    def _read_version_counters(self) -> list[int]:
-        """Return PyTorch's version counter of each tensor that is not sampled as a whole."""
-        return [*map(attrgetter("_version"), self._fingerprint.partial)]
+        counters = [*map(_version_of, self._fingerprint.partial)]
+        return counters != self._version_counters or self._fingerprint.has_changed()
 
 
 @dataclass(frozen=True, slots=True)

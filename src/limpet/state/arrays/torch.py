@@ -64,12 +64,8 @@ class _TorchTensors(ArrayLibrary):
         if boxes is not None:
             return boxes
         part = value.detach() if value.requires_grad else value
-        layout = _layouts.get((value.dtype, value.shape))
-        if layout is None:  # no save of this process has described it
-            shape = tuple(value.shape)
-            layout = shape, Box.whole(shape), _name(value.dtype), {}
-        shape, box, name, _ = layout
-        return LocalBoxes(shape, ((box, part),), name, _address(part, key), False)
+        shape, name = tuple(value.shape), _name(value.dtype)
+        return LocalBoxes(shape, ((Box.whole(shape), part),), name, _address(part, key), False)
 
     def boxes_to_save(self, value: Any, key: str) -> LocalBoxes | None:
         """This is called for every leaf of a model: keep it short."""
