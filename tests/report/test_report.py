@@ -81,7 +81,7 @@ def test_every_section_shows_what_is_recorded(tmp_path):
     for mark in ("version_60: abandoned", "version_60.1: damaged", "version_20: ok, pinned",
                  "version_40: ok, best", "version_80.2: latest"):  # fmt: skip
         assert mark in found["Lineage"]
-    assert "loss abandoned saved" in found["Metrics"]
+    assert "loss abandoned training" in found["Metrics"]
     assert "val evaluated" in found["Metrics"]
     assert "Metrics exist only at saved versions." in found["Metrics"]
     assert "abandoned a full save stored" in found["Bytes per save"]
@@ -276,7 +276,7 @@ def test_two_runs_share_plots(tmp_path):
     found = page.sections()
     titles = [drawing.title for drawing in drawings(page)]
     assert [t for t in titles if t in ("loss", "lr", "acc")] == ["loss", "lr", "acc"]
-    assert "loss a: saved b: saved" in found["Metrics"]
+    assert "loss a: training b: training" in found["Metrics"]
     assert {"s0", "s1"} <= set(re.findall(r"\bs\d", page.html))
     for section in ("Lineage", "Config", "Versions"):
         assert f">{section}</h2><h3>a</h3>" in page.html
@@ -292,12 +292,12 @@ def test_the_metrics_of_every_step_are_drawn_if_they_were_logged(tmp_path):
             while state["progress"].step < until:
                 ckpt.step({"loss": 1.0 / (state["progress"].step + 1)})
     page = report(tmp_path)
-    assert "loss abandoned every step saved" in page.sections()["Metrics"]
+    assert "loss abandoned training" in page.sections()["Metrics"]
     assert "Values between versions" in page.text
     [drawing] = [drawing for drawing in drawings(page) if drawing.title == "loss"]
-    [line] = re.findall(r'class="line s0 thin" d="([^"]*)"', drawing.svg)
+    [line] = re.findall(r'class="line s0 solid" d="([^"]*)"', drawing.svg)
     assert line.count("L") == 49
-    assert "every step: 1 at step 1 to 0.02 at step 50" in drawing.text
+    assert "training: 1 at step 1 to 0.02 at step 50" in drawing.text
     for step in (20, 40):  # only some versions have it
         limpet.Run(tmp_path).add_metrics(step, {"val": 1.0}, name="job")
     for step in (1, 2):

@@ -8,14 +8,8 @@ from typing import NamedTuple
 
 from limpet.deadline import Deadline, call_within
 from limpet.errors import FormatError, LimpetError, NotFound, StoreError, Unavailable
-from limpet.run import metrics_log
-from limpet.run.overview import (
-    BranchMetrics,
-    ListResult,
-    RunSummary,
-    VersionEntry,
-    read_steps,
-)
+from limpet.run.metrics_log import list_files
+from limpet.run.overview import BranchMetrics, ListResult, RunSummary, VersionEntry, read_steps
 from limpet.snapshot.contents import Contents, read_contents
 
 READ_SECONDS = 60.0
@@ -26,20 +20,19 @@ MAX_BRANCHES = 24
 
 _MAX_ROWS = 400
 
-Getter = Callable[[VersionEntry], Mapping[str, float]]
-
 
 class RunReport(NamedTuple):
     """A run on a page. ``contents``: of the newest version, or why they cannot be shown.
-    ``checked``: the bytes that were verified for this page. ``log``: the metrics of every step, if
-    they were logged; ``damaged``: its files that cannot be read."""
+    ``checked``: the bytes that were verified for this page. ``steps``: the metrics of saves and, if
+    it ``has_log``, of the steps between them; ``damaged``: files of the log that cannot be read."""
 
     result: ListResult
     summary: RunSummary
     contents: Contents | LimpetError | None
     checked: int | None
-    log: Sequence[BranchMetrics] = ()
-    damaged: Mapping[str, LimpetError] = {}
+    has_log: bool
+    steps: Sequence[BranchMetrics]
+    damaged: Mapping[str, LimpetError]
 
 
 class Series(NamedTuple):
@@ -55,10 +48,9 @@ def read_report(result: ListResult, stats_bytes: int, checked: int | None = None
     """Read what a page shows of a run whose versions are listed. Raises ``StoreError``."""
     run, latest = result.run, result.latest
     contents = None if latest is None else read_version(result, latest, stats_bytes)
-    files = metrics_log.list_files(run.store)
-    versions = {e.version: e.metrics for e in result.entries}
-    log = read_steps(run.store, result.ends, versions, files) if files else ([], {})
-    return RunReport(result, result.summarize(), contents, checked, *log)
+    files, saved = list_files(run.store), {e.version: e.record.metrics for e in result.entries}
+    steps, damaged = read_steps(run.store, result.ends, saved, files)
+    return RunReport(result, result.summarize(), contents, checked, bool(files), steps, damaged)
 
 
 def read_version(result: ListResult, entry: VersionEntry, limit: int) -> Contents | LimpetError:
@@ -81,31 +73,35 @@ def read_version(result: ListResult, entry: VersionEntry, limit: int) -> Content
         return Unavailable(f"The store has not sent {what} in {READ_SECONDS:g} s")
 
 
-def find_series(
-    reports: Sequence[RunReport], get: Getter, name: str, label: str, kind: str
+def find_steps(reports: Sequence[RunReport], name: str) -> Iterator[Series]:
+    """Yield the values of a metric that trainings have saved or logged."""
+    for number, report in enumerate(reports):
+        left = [[piece] for piece in report.steps if not piece.is_current][-MAX_BRANCHES:]
+        for pieces in (*left, [piece for piece in report.steps if piece.is_current]):
+            curves = [zip(*p.curves[name], strict=True) for p in pieces if name in p.curves]
+            points = [(int(step), float(value)) for curve in curves for step, value in curve]
+            if points:
+                is_current = pieces[0].is_current
+                yield _make_series(number, "training", "solid", points, is_current=is_current)
+
+
+def find_values(
+    reports: Sequence[RunReport],
+    get: Callable[[VersionEntry], float | None],
+    label: str,
+    kind: str = "solid",
 ) -> Iterator[Series]:
-    """Yield the numbers called ``name`` that ``get`` finds in the versions of runs."""
+    """Yield the values that ``get`` finds in versions."""
     for number, report in enumerate(reports):
         for is_current, chain in report.result.chains()[-1 - MAX_BRANCHES :]:
-            found = [e for e in chain if name in get(e)]
-            if found and found[-1].on_lineage == is_current:  # not only the one before a branch
-                points = [(e.version.step, get(e)[name]) for e in found]
-                how = (label, kind) if is_current else ("abandoned", "abandoned")
-                yield Series(number, *how, points)
+            found = [(e, value) for e in chain if (value := get(e)) is not None]
+            if found and found[-1][0].on_lineage == is_current:  # not only that before a branch
+                points = [(e.version.step, value) for e, value in found]
+                yield _make_series(number, label, kind, points, is_current=is_current)
 
 
-def find_logged(reports: Sequence[RunReport], name: str) -> Iterator[Series]:
-    """Yield the values of a metric at every step that was logged."""
-    for number, report in enumerate(reports):
-        line = list[tuple[int, float]]()
-        left = [piece for piece in report.log if not piece.is_current][-MAX_BRANCHES:]
-        saved = {e.version.step for e in report.result.entries if name in e.metrics}
-        for piece in (*left, *(piece for piece in report.log if piece.is_current)):
-            steps, values = piece.curves.get(name, ((), ()))
-            points = [*zip(map(int, steps), map(float, values), strict=True)]
-            if piece.is_current:
-                line += points
-            elif not saved.issuperset(steps):
-                yield Series(number, "abandoned", "abandoned", points)
-        if not saved.issuperset(step for step, _ in line):  # a metric of versions only is not here
-            yield Series(number, "every step", "thin", line)
+def _make_series(
+    number: int, label: str, kind: str, points: Sequence[tuple[int, float]], *, is_current: bool
+) -> Series:
+    how = (label, kind) if is_current else ("abandoned", "abandoned")
+    return Series(number, *how, points)

@@ -17,7 +17,7 @@ from limpet.errors import LimpetError
 from limpet.format import tree
 from limpet.format.config import compare_configs, config_entries, describe_change
 from limpet.format.names import to_dotted
-from limpet.report.data import MAX_BRANCHES, RunReport, Series, find_logged, find_series
+from limpet.report.data import MAX_BRANCHES, RunReport, Series, find_steps, find_values
 from limpet.report.svg import CROSS, STAR, draw_histogram, draw_lineage, draw_plot
 from limpet.run.overview import VersionEntry
 from limpet.snapshot.contents import Contents
@@ -149,27 +149,28 @@ def _lineage(report: RunReport) -> str:
 def _metrics(reports: Sequence[RunReport], names: Sequence[str]) -> str:
     metrics = dict[str, None]()
     for report in reports:
-        for found in (*(e.metrics for e in report.result.entries), *(p.curves for p in report.log)):
+        steps, entries = report.steps, report.result.entries
+        for found in (*(piece.curves for piece in steps), *(e.metrics for e in entries)):
             metrics |= dict.fromkeys(found)
-    plots = []
-    for name in islice(metrics, _MAX_PLOTS):
-        logged = [*find_logged(reports, name)]
-        runs = {s.run for s in logged if s.kind == "thin"}
-        saved = (
-            s._replace(kind="marks") if s.kind == "solid" and s.run in runs else s
-            for s in find_series(reports, lambda e: e.record.metrics, name, "saved", "solid")
-        )
-        added = find_series(reports, lambda e: e.evaluations.metrics(), name, "evaluated", "dashed")
-        plots.append(_plot(name, [*logged, *saved, *added], names))
+    plots = [_draw_metric(reports, names, name) for name in islice(metrics, _MAX_PLOTS)]
     more = f"{len(metrics) - len(plots):,} more are not drawn. " * (len(metrics) > len(plots))
     if any(len(report.result.chains()) > MAX_BRANCHES + 1 for report in reports):
         more += f"Of abandoned branches, the newest {MAX_BRANCHES} are drawn. "
-    has_log = any(report.log for report in reports)
-    where = "Values between versions are those that the training has logged." if has_log else ""
+    where = "Values between versions are those that the training has logged."
+    if not any(report.has_log for report in reports):
+        where = "Metrics exist only at saved versions."
     damaged = (f"{file}: {e.brief}" for r in reports for file, e in r.damaged.items())
     problems = "".join(note(problem, "bad") for problem in islice(damaged, _MAX_LINES))
     shown = f'<div class="plots">{"".join(plots)}</div>{problems}'
-    return shown + note(more + (where or "Metrics exist only at saved versions."))
+    return shown + note(more + where)
+
+
+def _draw_metric(reports: Sequence[RunReport], names: Sequence[str], metric: str) -> str:
+    def score(e: VersionEntry) -> float | None:
+        return e.evaluations.metrics().get(metric)
+
+    scores = find_values(reports, score, "evaluated", "dashed")
+    return _plot(metric, [*find_steps(reports, metric), *scores], names)
 
 
 def _bytes(reports: Sequence[RunReport], names: Sequence[str]) -> str:
@@ -178,13 +179,12 @@ def _bytes(reports: Sequence[RunReport], names: Sequence[str]) -> str:
     unit = format_size(largest).split()[1]
     scale = 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
 
-    def get(e: VersionEntry) -> dict[str, float]:
-        full = {"all": (e.nbytes + e.referred_bytes) / scale} if e.referred_bytes else {}
-        return {"own": e.nbytes / scale, **full}
+    def full(e: VersionEntry) -> float | None:
+        return (e.nbytes + e.referred_bytes) / scale if e.referred_bytes else None
 
-    full = find_series(reports, get, "all", "a full save", "dashed")
-    own = find_series(reports, get, "own", "stored", "solid")
-    plot = _plot(f"{unit} per save", [*full, *own], names, from_zero=True)
+    series = find_values(reports, full, "a full save", "dashed")
+    stored = find_values(reports, lambda e: e.nbytes / scale, "stored")
+    plot = _plot(f"{unit} per save", [*series, *stored], names, from_zero=True)
     return f'<div class="plots">{plot}</div>'
 
 
@@ -199,9 +199,7 @@ def _plot(
         label = (
             s.label if s.kind == "abandoned" else f"{names[s.run]}: {s.label}".removeprefix(": ")
         )
-        is_dot = s.kind == "marks"
-        style = f"{'dots' if is_dot else 'line'} s{s.run % 6} {s.kind}"
-        keys[label] = _key(label, style, "M11 7h0" if is_dot else "M1 7H21")
+        keys[label] = _key(label, f"line s{s.run % 6} {s.kind}")
         if found:
             low, high = (format_value(f(v for _, v in found)) for f in (min, max))
             first, last = (f"{format_value(v)} at step {step}" for step, v in (found[0], found[-1]))

@@ -16,7 +16,7 @@ STAR = "m0-6 1.8 4h4.2l-3.4 2.7 1.3 4.3-3.9-2.6-3.9 2.6 1.3-4.3-3.4-2.7h4.2z"
 CROSS = "m-4-4 8 8m0-8-8 8"
 _WIDTH, _HEIGHT, _BELOW = 360, 190, 30
 _CHARACTER = 7.0  # the width of a character of a label, at most
-_MAX_POINTS, _MAX_DOTS, _ROW = 400, 60, 26  # points of one series, in a plot of up to four
+_MAX_POINTS, _ROW, _DOT = 400, 26, 6.5  # points of one series, in a plot of up to four
 
 Scale = Callable[[float], float]
 
@@ -80,7 +80,8 @@ def draw_plot(series: Sequence[Series], title: str, text: str, *, from_zero: boo
                 place = f"{x(step):.1f} {y(value):.1f}"
                 line, dots = f"{line}{pen}{place}{'h0' * (pen == 'M')}", f"{dots}M{place}h0"
             pen = "L" if isfinite(value) else "M"  # a value that is not finite is a gap
-        color, dots = f"s{one.run % 6} {one.kind}", dots * (len(one.points) <= _MAX_DOTS)
+        spread = x(points[-1][0]) - x(points[0][0])
+        color, dots = f"s{one.run % 6} {one.kind}", dots * (len(one.points) < 2 + spread / _DOT)
         drawn += f'<path class="line {color}" d="{line}"/><path class="dots {color}" d="{dots}"/>'
         drawn += f'<path class="hole" d="{dots}"/>' * (one.kind == "dashed")
     return _wrap(drawn, _WIDTH, _HEIGHT, title, text)
