@@ -283,6 +283,10 @@ def test_a_resume_while_workers_run_replaces_them(tmp_path, options):
     def step_and_resume(metrics):
         step(metrics)
         if training.ckpt.current_step == 9 and not resumed:
+            driver = training.servers._driver
+            wait_until(  # no look-up is under way
+                lambda: driver._work.items.qsize() + len(driver._parked) == 2
+            )
             resumed.append(training.ckpt.resume())
 
     training.ckpt.step = step_and_resume
