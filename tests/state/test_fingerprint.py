@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limpet.state.fingerprint import Fingerprint
+from limpet.state.savepoint import Fingerprint
 from tests.states import TORCH_DTYPES, random_tensor
 
 

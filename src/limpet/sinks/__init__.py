@@ -5,8 +5,7 @@ of each event. It accepts unknown events, and events with missing fields.
 May import: the root modules and ``format``.
 """
 
-from limpet.sinks.programs import JsonLines, Logging, Prometheus, TensorBoard
+from limpet.sinks.programs import JsonLines, Logging, MLflow, Prometheus, TensorBoard, WandB
 from limpet.sinks.terminal import Terminal
-from limpet.sinks.trackers import MLflow, WandB
 
 __all__ = ["JsonLines", "Logging", "MLflow", "Prometheus", "TensorBoard", "Terminal", "WandB"]
