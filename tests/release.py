@@ -81,7 +81,7 @@ def check_contents(sdist, wheel, tracked):
     tag = f"https://github.com/limpet-checkpoints/limpet/blob/v{__version__}/"
     lost = [x for x in links if not (ROOT / x.removeprefix(tag).partition("#")[0]).exists()]
     require(len(links) > 20 and not lost, f"links without a target on an index: {lost}")
-    for file, limit in ((wheel, 1 << 20), (sdist, 3_000_000)):
+    for file, limit in ((wheel, 1_000_000), (sdist, 3_000_000)):
         print(f"{file.name}: {(size := file.stat().st_size):,} bytes of {limit:,}")
         require(size <= limit, f"{file.name} is too large")
 

@@ -250,7 +250,7 @@ def test_a_package_that_is_too_large_is_not_released(tmp_path, monkeypatch):
     monkeypatch.setattr(release, "WORK", tmp_path)
     metadata = {f"limpet-{limpet.__version__}.dist-info/METADATA": README}
     files = pack(tmp_path, "x.tar.gz", {"a.py": ""})
-    for size, name in ((900_000, None), ((1 << 20) + 1, "x.whl is too large")):
+    for size, name in ((900_000, None), (1_000_001, "x.whl is too large")):
         built = pack(tmp_path, "x.whl", metadata | {"limpet/a.py": "x" * size})
         if name is None:
             release.check_contents(files, built, ["a.py"])
