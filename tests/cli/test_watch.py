@@ -7,8 +7,8 @@ import pytest
 
 from limpet.cli import watch
 from limpet.errors import Denied, Unavailable
+from limpet.run import overview
 from limpet.run.policy import EverySteps
-from limpet.run.run import Run
 from limpet.run.writer_lock import WriterLock
 from limpet.storage.local.store import LocalStore
 from tests.cli.invoke import check_error_line, run_cli
@@ -181,13 +181,13 @@ def test_before_the_first_version(tmp_path, clock):
 def test_a_look_that_takes_long_is_repeated_less_often(tmp_path, clock, monkeypatch):
     save_running(tmp_path / "a", 20)
     now = [0.0]
-    real = Run.line
+    real = overview.line_ends
 
-    def line(*arguments):
+    def line_ends(*arguments):
         now[0] += 10
         return real(*arguments)
 
-    monkeypatch.setattr(Run, "line", line)
+    monkeypatch.setattr(overview, "line_ends", line_ends)
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     assert run_cli("ls", tmp_path / "a", "--watch").code == 130
     assert clock[1] == [30]

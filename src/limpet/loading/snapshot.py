@@ -297,11 +297,12 @@ def open_again(
     ``NotFound`` or ``DigestMismatch``."""
     location = reader_of(snapshot).location.without_limit().limit("load", timeout)
     reader = SnapshotReader(location, None, reader_of(snapshot).digest)
-    digest = broadcast_from_first(
+    # as open_on_all_ranks does, because another rank may have the address of this snapshot
+    _, digest = broadcast_from_first(
         group or Group(),
         f"the opening of {location.name}",
-        lambda: reader.digest,
-        str,
+        lambda: (reader.url, reader.digest),
+        tuple[str, str],
         on_each=lambda: reader.manifest,
         deadline=location.deadline,
     )

@@ -19,6 +19,7 @@ MAX_BRANCHES = 24
 """The number of abandoned branches that a plot shows: the newest ones."""
 
 _MAX_ROWS = 400
+_ABANDONED = "abandoned", "abandoned"  # the label and the kind of a series
 
 
 class RunReport(NamedTuple):
@@ -81,8 +82,8 @@ def find_steps(reports: Sequence[RunReport], name: str) -> Iterator[Series]:
             curves = [zip(*p.curves[name], strict=True) for p in pieces if name in p.curves]
             points = [(int(step), float(value)) for curve in curves for step, value in curve]
             if points:
-                is_current = pieces[0].is_current
-                yield _make_series(number, "training", "solid", points, is_current=is_current)
+                how = ("training", "solid") if pieces[0].is_current else _ABANDONED
+                yield Series(number, *how, points)
 
 
 def find_values(
@@ -97,11 +98,4 @@ def find_values(
             found = [(e, value) for e in chain if (value := get(e)) is not None]
             if found and found[-1][0].on_lineage == is_current:  # not only that before a branch
                 points = [(e.version.step, value) for e, value in found]
-                yield _make_series(number, label, kind, points, is_current=is_current)
-
-
-def _make_series(
-    number: int, label: str, kind: str, points: Sequence[tuple[int, float]], *, is_current: bool
-) -> Series:
-    how = (label, kind) if is_current else ("abandoned", "abandoned")
-    return Series(number, *how, points)
+                yield Series(number, *((label, kind) if is_current else _ABANDONED), points)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from math import nan
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from limpet.arguments import require, whole
 from limpet.errors import LimpetError
@@ -165,13 +165,6 @@ class Prometheus:
                 self._counters[counter].inc(number_field(fields, field) or 0)
 
 
-class ScalarWriter(Protocol):
-    """The part of TensorBoard's ``SummaryWriter`` that the sink uses."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Record one value of a curve."""
-
-
 class TensorBoard:
     """Curves ``limpet/*`` over the training steps, with one point for each save.
 
@@ -180,7 +173,7 @@ class TensorBoard:
     calls it from background threads. The program closes the writer.
     """
 
-    def __init__(self, writer: ScalarWriter) -> None:
+    def __init__(self, writer: Any) -> None:
         expected = "a writer with add_scalar, such as torch.utils.tensorboard.SummaryWriter"
         require("writer=", callable(getattr(writer, "add_scalar", None)), expected, writer)
         self._writer = writer
