@@ -467,6 +467,26 @@ def norm(**hooks):
     return made
 
 
+class OwnParameter(torch.nn.Parameter): ...
+
+
+@pytest.mark.parametrize("size", [2, 2000])
+def test_a_frozen_parameter_of_a_class_of_its_own_is_copied_as_a_state_dict_has_it(size):
+    trained, frozen = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(size)
+    frozen.weight = OwnParameter(torch.ones(size), requires_grad=False)
+    frozen.bias.requires_grad_(False)
+    state = {
+        "m": torch.nn.ModuleList([trained, frozen]),
+        "o": torch.optim.Adam(trained.parameters()),
+    }
+    savepoint = Savepoint(state)
+    for _ in range(2):
+        savepoint.capture()
+        expected = copy_state(state)
+        frozen.weight.add_(1)
+        assert StateCopy(savepoint.flatten_captured()) == expected
+
+
 @pytest.mark.parametrize(
     "make",
     [

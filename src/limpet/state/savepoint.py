@@ -334,7 +334,8 @@ class MemberCopies:
         names, tensors = [*members], [*members.values()]
         torch: Any = lazy_torch.torch_or_none()
         if not {*map(type, tensors)} <= {torch.Tensor, torch.nn.Parameter}:
-            return {}, members
+            # as in a state dict: there, a parameter of a class of its own is a plain tensor
+            return {}, {name: member.detach() for name, member in members.items()}
         try:
             addresses = [*map(torch.Tensor.data_ptr, tensors)]
             metadata = [
