@@ -12,7 +12,7 @@ import torch
 
 import limpet
 from limpet.errors import LimpetError, NoSpace, Preempted, SaveFailed, StoreError
-from limpet.format.names import METRICS_LOG
+from limpet.format.names import MANIFEST, METRICS_LOG
 from limpet.report.data import read_report
 from limpet.run import metrics_log
 from limpet.run.overview import list_versions, read_steps
@@ -331,6 +331,19 @@ def test_a_fault_in_the_log_prevents_no_commit():
         ckpt.step({"process": 0})
         ckpt.wait()
     assert Run(store.inner).latest().step == 1
+
+
+@pytest.mark.parametrize("timeout", [None, 600])
+def test_the_log_takes_no_time_of_a_save_with_a_time_limit(timeout, monkeypatch):
+    """Without a limit, it is written first, so that no kill after the commit loses it."""
+    monkeypatch.setattr("limpet.training.saver.Saver.poll", lambda saver: None)
+    store, keys = HookedStore(MemoryStore()), []
+    store.before = lambda method, key: keys.append(key) if method == PUT else None
+    with logged(store, EverySteps(1), save_timeout=timeout) as ckpt:
+        ckpt.step({"process": 0})
+        ckpt.wait()
+    (log,) = (i for i, key in enumerate(keys) if key.startswith(METRICS_LOG))
+    assert (log < keys.index(f"version_1/{MANIFEST}")) == (timeout is None)
 
 
 def test_no_save_waits_for_a_thread_whose_store_hangs():

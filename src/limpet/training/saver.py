@@ -385,7 +385,8 @@ class Saver:
 
         def check_writer(store: Store) -> None:
             try:
-                if spec.deadline is None:  # no kill after the commit loses the metrics before it
+                # before the commit, so that no kill loses the metrics; but not within a time limit
+                if spec.deadline is None and self.options.save_timeout is None:
                     self.metrics_log.write(self.run.store)
             except Exception as e:  # noqa: BLE001  (commit all the same: the next call raises this)
                 self._errors.append(e)
@@ -411,6 +412,7 @@ class Saver:
         spec.on_finished(True)
         try:
             if job.collective.rank == 0 and spec.deadline is None:  # it has committed the version
+                self.metrics_log.write(self.run.store)
                 self.early_stop.after_save(snapshot)
                 self.on_best.after_save(snapshot.location.folder)
                 self.retention.after_save(snapshot)
