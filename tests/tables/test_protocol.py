@@ -5,6 +5,7 @@ Messages between two parties arrive in any order, but a worker sends the next on
 
 import itertools
 import random
+import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ import pytest
 import torch
 
 from limpet import tables
-from limpet.tables.coordinator import Coordinator
+from limpet.tables.coordinator import Coordinator, Synchronous
 from limpet.tables.ids import bucket_of
-from limpet.tables.messages import Commit, Entry, Push, Rates, Sender
+from limpet.tables.messages import Batch, Commit, Entry, NextBatch, Push, Rates, Sender
 from limpet.tables.server import StaleMessage, TableServer
 from limpet.tables.worker import Worker
 from tests.tables.trainings import keep_views_at_their_limit
@@ -332,3 +333,33 @@ def test_a_worker_that_waits_asks_less_and_less_often(monkeypatch):
     assert waits == sorted(waits[:40]) * 2
     assert max(waits) == 0.1
     assert all(after <= 1.3 * before for before, after in itertools.pairwise(waits[:40]))
+
+
+def test_a_worker_that_leaves_out_a_step_gets_its_mini_batch_again_also_after_a_loss():
+    coordinator = Synchronous(lambda: RATES, 3)
+    coordinator._round = {n: Batch(n, []) for n in range(3)}
+    coordinator._batch_size = 1
+
+    def ask(worker):
+        answer = coordinator.next_batch(NextBatch(worker, 1))
+        return answer.number if isinstance(answer, Batch) else answer
+
+    assert [ask("a"), ask("b"), ask("a"), ask("b")] == [0, 1, 0, 1]
+    coordinator.lose("a")
+    assert [ask("b"), ask("c"), ask("d"), ask("e")] == [1, 0, 2, "wait"]
+
+
+def test_a_fill_waits_for_the_old_rows_of_its_own_table_only(monkeypatch):
+    keep_views_at_their_limit(monkeypatch)
+    others = tables.Table("others", 1, optimizer=tables.SGD(lr=1.0))
+    server = TableServer([WORDS, others], range(4096))
+    ids, vectors = np.arange(10), torch.ones(10, 1)
+    server.fill("words", ids, vectors, 0)
+    cut = server.shards["words"].rows.begin_view()
+    server.fill("words", ids, vectors * 2, 0)
+    assert server.shards["words"].rows.must_wait
+    filling = threading.Thread(target=server.fill, args=("others", ids, vectors, 0), daemon=True)
+    filling.start()
+    filling.join(30)
+    assert not filling.is_alive()
+    cut.end()

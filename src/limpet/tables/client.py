@@ -57,12 +57,15 @@ class TableClient:
     def connect(self, tables: Iterable[Table], first_buckets: Sequence[int], call: Call) -> None:
         """Use other servers from now on, each of which has the buckets from a first one on. A
         ``pull`` of another thread uses either the old or the new ones."""
-        self.tables = {table.name: table for table in tables}
-        self._servers = first_buckets, call
+        self._connected = {table.name: table for table in tables}, first_buckets, call
+
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        return self._connected[0]
 
     @property
     def first_buckets(self) -> Sequence[int]:
-        return self._servers[0]
+        return self._connected[1]
 
     def __deepcopy__(self, memo: object) -> TableClient:
         return self  # a copy of a model looks up the same rows
@@ -80,8 +83,9 @@ class TableClient:
 
     def pull(self, name: str, ids: Ids) -> torch.Tensor:
         """Return the rows of ids, one for each, also if some are equal."""
-        table = self.table(name)
-        first_buckets, call = self._servers
+        self.table(name)  # raises if there is none
+        tables, first_buckets, call = self._connected
+        table = tables[name]
         parts = dict(_split(first_buckets, ids))
         arguments = {n: (self.sender, name, ids[part], self.cut) for n, part in parts.items()}
         found: dict[int, torch.Tensor] = call("pull", arguments)

@@ -7,6 +7,7 @@ connection.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from limpet.errors import LeaseLost, LimpetError
 from limpet.tables.messages import Answer, Batch, Commit, Entry, Ledger, Mark, NextBatch, Rates
@@ -140,12 +141,13 @@ class Synchronous(Coordinator):
                 f"All workers must call next() with one batch size in synchronous mode, as"
                 f" {self._batch_size}; found {request.batch_size}"
             )
-        for number in self._round:
-            is_open = number not in self._committed
-            if is_open and self.at_work.get(number, request.worker) == request.worker:
-                self.at_work[number] = request.worker  # already, if it has left out its step
-                return self._round[number]
-        return "wait"
+        held = [n for n, worker in self.at_work.items() if worker == request.worker]
+        free = (n for n in self._round if n not in self._committed and n not in self.at_work)
+        number = next(chain(held, free), None)  # it holds one if it has left out its step
+        if number is None:
+            return "wait"
+        self.at_work[number] = request.worker
+        return self._round[number]
 
     def _read_rounds(self) -> Iterator[dict[int, Batch]]:
         """Yield the mini-batches of each round by number; none while there are no records."""

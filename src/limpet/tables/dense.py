@@ -104,5 +104,6 @@ class DensePart:
             if step >= self._step:
                 self._step = step
                 for name, newest in [item for push in pushes for item in push.buffers.items()]:
-                    self._buffers[name].copy_(newest)
+                    if name in self._buffers:
+                        self._buffers[name].copy_(newest)
             self.version += 1

@@ -20,7 +20,7 @@ from limpet import events
 from limpet.errors import CommitError, LimpetError
 from limpet.tables.client import Call, ServersLost, TableClient, call_all
 from limpet.tables.coordinator import Coordinator, Synchronous
-from limpet.tables.messages import Answer, Commit, Entry, NextBatch
+from limpet.tables.messages import Answer, Batch, Commit, Entry, NextBatch
 from limpet.tables.worker import Worker
 from limpet.tasks.queue import Queue
 from limpet.training.checkpointer import Checkpointer
@@ -199,7 +199,7 @@ class Driver:
             self._running.add(name)
             self._coordinator.join(name)
             self._engine.start_worker(name, self._coordinator.generation)
-        self._unpark()  # there may be records again, or a lost worker had some
+        self._unpark(1)  # there may be records again: the look for them takes a moment
 
     def _handle(self, item: Item) -> None:
         if isinstance(item, Ended):
@@ -235,10 +235,12 @@ class Driver:
         answer = self._coordinator.next_batch(request)
         if answer == "finished" and not self._is_evaluated:
             answer = "wait"
-        if answer == "wait" and self._evaluation is None:
+        if answer == "wait" and self._evaluation is None and not request.evaluates:
             self._parked.append((request, future))
         else:
             future.set_result(answer)
+            if isinstance(answer, Batch):
+                self._unpark()  # there may be records for the others, too
 
     def _count(self, entry: Entry) -> None:
         """Count a step: each commit, or each complete round."""
@@ -258,11 +260,11 @@ class Driver:
         self._is_stopping = self._is_stopping or self._ckpt.should_stop
         self._unpark()
 
-    def _unpark(self) -> None:
+    def _unpark(self, most: int | None = None) -> None:
         """Handle the requests that wait for a mini-batch once more, each in its turn."""
-        for item in self._parked:
+        parked, self._parked = self._parked[:most], self._parked[len(self._parked[:most]) :]
+        for item in parked:
             self._work.items.put(item)
-        self._parked = []
 
     # -- losses ----------------------------------------------------------------------------------
 

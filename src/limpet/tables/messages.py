@@ -107,10 +107,11 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
 class NextBatch(msgspec.Struct, frozen=True, tag=True):
     """A worker asks for its next mini-batch of a synchronous round; or, once all records are
-    consumed, whether the evaluation is complete."""
+    consumed, whether the evaluation is complete. ``evaluates``: see ``Commit``."""
 
     worker: str
     batch_size: int
+    evaluates: bool = False
 
 
 # -- the answers of the coordinator ----------------------------------------------------------------

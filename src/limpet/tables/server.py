@@ -7,7 +7,7 @@ it has at a mark is exactly the ledger of the mark, without any worker having wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
 
@@ -109,7 +109,7 @@ class TableServer:
         self.check(push)
         with self._lock:
             self._confirm(sender)
-            if self._must_wait:
+            if any(rows.must_wait for rows in sets_of(self.shards).values()):
                 return False
             pending = self._pending.get(sender.worker, {})
             if number > max(self._applied.get(sender.worker, 0), *pending, 0):
@@ -233,7 +233,7 @@ class TableServer:
 
     def update(self, push: Push, step: int, rates: Rates) -> None:
         """Apply a push that was checked, in a training without workers."""
-        with self._room_for_old_rows():
+        with self._room_for_old_rows(self.shards):
             self._update([push], step, rates)
 
     def _update(self, pushes: Sequence[Push], step: int, rates: Rates) -> None:
@@ -250,22 +250,19 @@ class TableServer:
 
     def fill(self, name: str, ids: Ids, vectors: torch.Tensor, step: int) -> None:
         """Set rows: see ``Servers.fill``. A cut begins before or after that."""
-        with self._room_for_old_rows(), self.changing(LimpetError):
-            self.shards[name].fill(ids, vectors, step=step)
-
-    @property
-    def _must_wait(self) -> bool:
-        return any(rows.must_wait for rows in sets_of(self.shards).values())
+        shard = self.shards[name]
+        with self._room_for_old_rows({name: shard}), self.changing(LimpetError):
+            shard.fill(ids, vectors, step=step)
 
     @contextmanager
-    def _room_for_old_rows(self) -> Iterator[None]:
-        """Hold the lock while no cut has as many old rows as it may have."""
-        is_held = False
+    def _room_for_old_rows(self, shards: Mapping[str, TableShard]) -> Iterator[None]:
+        """Hold the lock while no cut of these has as many old rows as it may have."""
+        is_held, sets = False, sets_of(shards).values()
         while not is_held:
-            for rows in sets_of(self.shards).values():
+            for rows in sets:
                 rows.wait()  # without the lock, which the end of a cut needs
             with self._lock:
-                if is_held := not self._must_wait:
+                if is_held := not any(rows.must_wait for rows in sets):
                     yield
 
     def ids(self, name: str) -> Ids:

@@ -159,7 +159,8 @@ class Worker:
         return self._keys
 
     def _next_of_round(self, batch_size: int) -> Keys | None:
-        while (answer := self._request(NextBatch(self.name, batch_size))) != "finished":
+        request = NextBatch(self.name, batch_size, self._evaluator is not None)
+        while (answer := self._request(request)) != "finished":
             if isinstance(answer, Batch):
                 self._batch = answer.number
                 seed_generators(self._seed or 0, STEP, answer.number)
