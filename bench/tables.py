@@ -292,7 +292,7 @@ def measure_reads(folder: str, rows: int) -> dict[str, list[float]]:
         for number in range(restoring):
             words = tables.Table("words", _DIM, optimizer=tables.Adagrad(lr=0.01))
             server = TableServer([words], range(0))
-            member = TableMember([words], [server], first=number, count=restoring, make_mark=None)
+            member = TableMember([words], [server], first=number, count=restoring)
             before = _read_bytes()
             member.restore(open_reader(place), "tables")
             count = server.shards["words"].statistics()["rows"]

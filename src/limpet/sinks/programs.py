@@ -26,10 +26,9 @@ class JsonLines:
     """Appends a JSON object to a file for each event: ``time`` (UTC), ``event``, and its fields.
 
     Each line is appended with one write. Several threads can therefore share a file, and so can
-    several processes on a local disk. The file is opened and closed for each event: there is no
-    buffer that a fork could write twice, a file that was moved away is created again, and errors
-    that a network file system reports only on close are raised. The output is ASCII, and errors are
-    text. ``docs/events.md`` describes values that JSON cannot represent.
+    several processes on a local disk. The file is opened and closed for each event: a file that was
+    moved away is created again. The output is ASCII, and errors are text. ``docs/events.md``
+    describes values that JSON cannot represent.
 
     Parent folders are created. Raises ``OSError`` if the file cannot be opened or written.
     """
