@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from limpet.deadline import Deadline, call_within
 from limpet.errors import FormatError, LimpetError, NotFound, StoreError, Unavailable
-from limpet.run.metrics_log import list_files
+from limpet.format.names import MetricsFile
 from limpet.run.overview import BranchMetrics, ListResult, RunSummary, VersionEntry, read_steps
 from limpet.snapshot.contents import Contents, read_contents
 
@@ -45,11 +45,13 @@ class Series(NamedTuple):
     points: Sequence[tuple[int, float]]
 
 
-def read_report(result: ListResult, stats_bytes: int, checked: int | None = None) -> RunReport:
-    """Read what a page shows of a run whose versions are listed. Raises ``StoreError``."""
+def read_report(
+    result: ListResult, files: Sequence[MetricsFile], stats_bytes: int, checked: int | None = None
+) -> RunReport:
+    """Read what a page shows of a listed run. ``files``: of its log. Raises ``StoreError``."""
     run, latest = result.run, result.latest
     contents = None if latest is None else read_version(result, latest, stats_bytes)
-    files, saved = list_files(run.store), {e.version: e.record.metrics for e in result.entries}
+    saved = {e.version: e.record.metrics for e in result.entries}
     steps, damaged = read_steps(run.store, result.ends, saved, files)
     return RunReport(result, result.summarize(), contents, checked, bool(files), steps, damaged)
 

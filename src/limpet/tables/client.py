@@ -83,9 +83,8 @@ class TableClient:
 
     def pull(self, name: str, ids: Ids) -> torch.Tensor:
         """Return the rows of ids, one for each, also if some are equal."""
-        self.table(name)  # raises if there is none
         tables, first_buckets, call = self._connected
-        table = tables[name]
+        table = tables.get(name) or self.table(name)  # which raises
         parts = dict(_split(first_buckets, ids))
         arguments = {n: (self.sender, name, ids[part], self.cut) for n, part in parts.items()}
         found: dict[int, torch.Tensor] = call("pull", arguments)

@@ -13,6 +13,7 @@ from limpet.cli.resolve import resolve_run
 from limpet.cli.verbs.verify import verify_run
 from limpet.report.data import RunReport, read_report
 from limpet.report.html import render_report
+from limpet.run.metrics_log import list_files
 from limpet.run.overview import list_versions
 
 
@@ -55,4 +56,4 @@ def _read(url: str, verify: bool, stats_bytes: int, quiet: bool) -> RunReport:
     with progress_bar("reading manifests", count, quiet=quiet, unit="versions") as advance:
         listed = list_versions(run, listing, advance, damaged)
     checked = sum(result.nbytes for result in results) if verify else None
-    return read_report(listed, stats_bytes, checked)
+    return read_report(listed, list_files(run.store), stats_bytes, checked)

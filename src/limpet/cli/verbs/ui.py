@@ -26,6 +26,7 @@ from limpet.deadline import Call
 from limpet.errors import LimpetError, NotFound, Unavailable
 from limpet.format.config import compare_configs, describe_change
 from limpet.format.digest import digest
+from limpet.format.names import MetricsFile
 from limpet.report.data import read_report, read_version
 from limpet.report.html import note, page, render_contents, render_report, table, text, wrapped
 from limpet.run import metrics_log, overview
@@ -125,8 +126,10 @@ class _Server(ThreadingHTTPServer):
         pins, minute = sorted(listing.lasting_pins), time.time() // overview.CHECK_AGAIN
         log = sorted(metrics_log.list_files(run.store))
         tag = _make_tag((listing.folders, listing.branches, pins, is_running, states, minute, log))
-        render = partial(_render, run, names, dict(parse_qsl(query)), link, self._stats_bytes)
-        return tag, "" if tag == known else render()
+        if tag == known:
+            return tag, ""
+        result = overview.list_versions(run, listing)
+        return tag, _render(result, log, names, dict(parse_qsl(query)), link, self._stats_bytes)
 
     def _render_runs(self) -> str:
         self._summaries = overview.summarize_runs(open_store(self._place), self._summaries)
@@ -146,13 +149,20 @@ def _make_tag(state: object) -> str:
     return f'"{digest(repr(state).encode(errors="backslashreplace"))}"'
 
 
-def _render(run: Run, names: list[str], query: dict[str, str], link: str, stats_bytes: int) -> str:
+def _render(
+    result: overview.ListResult,
+    log: list[MetricsFile],
+    names: list[str],
+    query: dict[str, str],
+    link: str,
+    stats_bytes: int,
+) -> str:
     """Return the page of a run, a version, or a diff. Raises ``NotFound``."""
-    result = overview.list_versions(run, run.listing())
+    run = result.run
     entries = {str(e.version): e for e in result.entries}
     back, sides = f'<p><a href="{link}">all versions</a>', [query.get(n, "").strip() for n in "ab"]
     if names == [""]:
-        return render_report([read_report(result, stats_bytes)], link)
+        return render_report([read_report(result, log, stats_bytes)], link)
     if names == ["diff"] and {*sides} <= entries.keys():
         a, b = (run.catalog.open(entries[side].version) for side in sides)
         found = compare_snapshots(a, b)
